@@ -1,0 +1,149 @@
+"""The Serve application: HTTP ingress in front, replicas of the model behind it."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve import Application
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+
+from chunkserve.replica.build import ReplicaOptions
+from chunkserve.replica.protocol import ReplicaError, ReplicaLoad, Request, TokenEvent
+from chunkserve.replica.replica_actor import ReplicaActor
+from chunkserve.replica.serve_ports import bind_to_node_address
+from chunkserve.replica.tokenizer import Tokenizer
+
+from .config import ConfigError, ServeConfig
+from .ingress import build_http_app
+from .small_model import NAME as SMALL_MODEL
+from .small_model import ensure_small_model
+
+logger = logging.getLogger(__name__)
+
+REPLICA = "replica"
+INGRESS = "ingress"
+
+# Streams that a replica takes at once: its own queue is the limit, and refuses what is too much with a reason.
+_MAX_ONGOING = 100_000
+
+
+class ServeReplicaClient:
+    """The replicas behind a Serve handle; ReplicaClient of deploy/generation.py."""
+
+    def __init__(self, handle: "DeploymentHandle[Any]") -> None:
+        self._handle = handle
+
+    async def generate(self, request: Request) -> AsyncGenerator[Sequence[TokenEvent], None]:
+        stream = self._handle.options(stream=True).generate.remote(request)
+        finished = False
+        try:
+            async for events in stream:
+                yield events
+            finished = True
+        except (RayError, RayServeException) as error:
+            finished = True
+            raise _replica_error(error) from error
+        finally:
+            if not finished:
+                stream.cancel()
+
+    async def check_health(self) -> None:
+        try:
+            await self._handle.check_health.remote()
+        except (RayError, RayServeException) as error:
+            raise _replica_error(error) from error
+
+    async def loads(self) -> Mapping[str, ReplicaLoad]:
+        try:
+            return dict(await asyncio.to_thread(lambda: self._handle.broadcast("load").results(timeout_s=5)))
+        except (RayError, RayServeException, TimeoutError) as error:
+            raise _replica_error(error) from error
+
+
+def _replica_error(error: Exception) -> ReplicaError:
+    """What a replica raised, without Ray's wrapping and its stack trace; or that it is lost."""
+    cause = getattr(error, "cause", None)
+    if isinstance(cause, ReplicaError):
+        return cause
+    if cause is not None:
+        return ReplicaError(f"{type(cause).__name__}: {cause}")
+    return ReplicaError(f"the replica is lost: {(str(error).strip() or type(error).__name__).splitlines()[0]}")
+
+
+def build(args: Mapping[str, Any]) -> Application:
+    """The application of deploy/config.yaml (`import_path: chunkserve.deploy.app:build`).
+
+    Raises:
+        ConfigError: a knob is wrong; names it.
+    """
+    config = ServeConfig.from_args(args)
+    options = replica_options(config)
+    gpus = config.tensor_parallel_size if config.device == "cuda" else 0
+    replica = serve.deployment(
+        name=REPLICA,
+        num_replicas=config.num_replicas,
+        max_ongoing_requests=_MAX_ONGOING,
+        graceful_shutdown_timeout_s=config.drain_timeout_s,
+        health_check_timeout_s=config.health_stall_s + 5,
+        ray_actor_options={"num_cpus": 0, "num_gpus": gpus},
+    )(ReplicaActor).bind(options, config.health_stall_s, config.log_level)
+
+    # Serve takes an application builder only as a plain function; it runs in the ingress process.
+    def http_app() -> FastAPI:
+        logging.getLogger("chunkserve").setLevel(config.log_level.upper())
+        bind_to_node_address()
+        client = ServeReplicaClient(serve.get_deployment_handle(REPLICA))
+        return build_http_app(config, Tokenizer(options.model), client)
+
+    ingress = serve.deployment(
+        name=INGRESS,
+        max_ongoing_requests=_MAX_ONGOING,
+        graceful_shutdown_timeout_s=config.drain_timeout_s,
+        ray_actor_options={"num_cpus": 0},
+    )(serve.ingress(http_app)(_Ingress))
+    return ingress.bind(replica)
+
+
+class _Ingress:
+    """Binds the replicas to the application; the HTTP app finds their handle by name."""
+
+    def __init__(self, replica: "DeploymentHandle[Any]") -> None:
+        self.replica = replica
+
+
+def replica_options(config: ServeConfig) -> ReplicaOptions:
+    """What each replica is built from.
+
+    Raises:
+        ConfigError: the model folder is not there.
+    """
+    if config.model == SMALL_MODEL:
+        folder = ensure_small_model(say=logger.info)
+    else:
+        folder = Path(config.model).expanduser().resolve()
+        if not (folder / "config.json").is_file():
+            raise ConfigError(f"model: expected {SMALL_MODEL} or a folder with config.json, got {config.model!r}")
+    if config.tensor_parallel_size != 1:
+        raise ConfigError(f"tensor_parallel_size: this version serves 1, got {config.tensor_parallel_size}")
+    return ReplicaOptions(
+        model=str(folder),
+        dtype=None if config.dtype == "auto" else config.dtype,
+        device=None if config.device == "auto" else config.device,
+        attention_backend=config.attention_backend,
+        num_threads=None if config.num_threads == "auto" else config.num_threads,
+        chunk_size=config.chunk_size_tokens,
+        pool_bytes=None if config.kv_pool_bytes == "auto" else config.kv_pool_bytes,
+        pool_chunks=config.kv_pool_chunks,
+        max_sequence_tokens=config.max_sequence_tokens,
+        max_running=config.max_running_sequences,
+        max_step_tokens=config.max_step_tokens,
+        max_waiting=config.max_waiting_requests,
+        prefix_sharing=config.prefix_sharing,
+        retain_prefixes=config.retain_prefixes,
+    )

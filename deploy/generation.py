@@ -1,0 +1,223 @@
+"""One generation over HTTP: from replica streams to an answer, and back to a cancel when the client goes away."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
+from typing import Protocol
+
+from pydantic_core import to_json
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from chunkserve.replica.protocol import (
+    ReplicaError,
+    ReplicaLoad,
+    ReplicaOverloaded,
+    Request,
+    RequestRefused,
+    TokenEvent,
+)
+
+from .metrics import IngressMetrics
+from .openai_protocol import ApiError
+from .openai_responses import Answer, sse_event
+
+logger = logging.getLogger(__name__)
+
+_RETRY_AFTER_S = "1"
+
+
+class ReplicaClient(Protocol):
+    """The engine replicas, as the ingress sees them."""
+
+    def generate(self, request: Request) -> AsyncGenerator[Sequence[TokenEvent], None]:
+        """What becomes of each choice, until all have a finish_reason; closing the generator cancels the request.
+
+        Raises:
+            RequestRefused: before the first item, for a request that can never be served.
+            ReplicaOverloaded: before the first item, when the queue is full.
+            ReplicaError: at any time, when the replica is lost.
+        """
+        ...
+
+    async def check_health(self) -> None:
+        """Raises what is wrong when the engine is stuck or dead."""
+        ...
+
+    async def loads(self) -> Mapping[str, ReplicaLoad]:
+        """What each replica does now, by its name.
+
+        Raises:
+            ReplicaError: no replica answers.
+        """
+        ...
+
+
+def overloaded(message: str) -> ApiError:
+    headers = {"retry-after": _RETRY_AFTER_S}
+    return ApiError(429, message, type="rate_limit_error", code="overloaded", headers=headers)
+
+
+def unavailable(message: str, code: str) -> ApiError:
+    return ApiError(503, message, type="server_error", code=code, headers={"retry-after": _RETRY_AFTER_S})
+
+
+class GenerationResponse(Response):
+    """Runs the requests of one HTTP request, one per prompt, and sends the answer, whole or as a stream.
+
+    Up to the first token a failure is an HTTP status; after it, an error event that ends the stream. When the client
+    goes away, or the surrounding task is cancelled, the replica's generators are closed, which cancels the requests.
+    """
+
+    def __init__(
+        self,
+        *,
+        requests: Sequence[Request],
+        answer: Answer,
+        stream: bool,
+        replica: ReplicaClient,
+        metrics: IngressMetrics,
+        arrival_s: float,
+        timeout_s: float,
+    ) -> None:
+        super().__init__(media_type="text/event-stream" if stream else "application/json")
+        self._requests = requests
+        self._answer = answer
+        self._stream = stream
+        self._replica = replica
+        self._metrics = metrics
+        self._arrival_s = arrival_s
+        self._timeout_s = timeout_s
+        self._first_token_s: float | None = None
+        self._opened = False
+        # What becomes of choices that have no finish_reason of their own.
+        self._outcome = "cancelled"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        work = asyncio.create_task(self._run(send))
+        gone = asyncio.create_task(_disconnected(receive))
+        try:
+            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            work.cancel()
+            gone.cancel()
+            outcomes = await asyncio.gather(work, gone, return_exceptions=True)
+            self._account()
+        for outcome in outcomes:
+            if isinstance(outcome, Exception):
+                raise outcome
+
+    async def _run(self, send: Send) -> None:
+        try:
+            await self._answer_all(send)
+        except ApiError as error:
+            self._outcome = "error" if error.status >= 500 else "refused"
+            await self._send_error(error, send)
+
+    async def _answer_all(self, send: Send) -> None:
+        """The whole exchange; every failure of the replica comes out as an ApiError."""
+        take = self._streamer(send) if self._stream else self._gather
+        deadline = asyncio.timeout(self._timeout_s - (time.monotonic() - self._arrival_s))
+        try:
+            async with deadline:
+                await self._consume(take)
+        except RequestRefused as error:
+            raise ApiError(400, error.message, param=error.param) from None
+        except ReplicaOverloaded as error:
+            raise overloaded(str(error)) from None
+        except ReplicaError as error:
+            logger.error("replica_failed request_id=%s error=%s", self._requests[0].request_id, error)
+            raise unavailable(f"the replica failed: {error}", "replica_failed") from error
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            message = f"no full answer within {self._timeout_s:g} s (request_timeout_s)"
+            raise ApiError(504, message, type="timeout_error", code="timeout") from None
+        if not self._answer.finished:
+            raise ApiError(500, "the replica ended before its answer", type="server_error", code="incomplete")
+        if self._stream:
+            await send({"type": "http.response.body", "body": self._answer.stream_end(), "more_body": False})
+        else:
+            await self._send_whole(200, self._answer.whole(), send)
+
+    async def _consume(self, take: Callable[[int, Sequence[TokenEvent]], Awaitable[None]]) -> None:
+        async def pump(prompt: int, request: Request) -> None:
+            async with aclosing(self._replica.generate(request)) as batches:
+                async for events in batches:
+                    _check(events)
+                    if self._first_token_s is None and any(event.token_ids for event in events):
+                        self._first_token_s = time.monotonic()
+                        self._metrics.observe_first_token(self._first_token_s - self._arrival_s)
+                    await take(prompt, events)
+
+        if len(self._requests) == 1:
+            await pump(0, self._requests[0])
+            return
+        try:
+            async with asyncio.TaskGroup() as group:
+                for prompt, request in enumerate(self._requests):
+                    group.create_task(pump(prompt, request))
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+
+    async def _gather(self, prompt: int, events: Sequence[TokenEvent]) -> None:
+        self._answer.gather(prompt, events)
+
+    def _streamer(self, send: Send) -> Callable[[int, Sequence[TokenEvent]], Awaitable[None]]:
+        async def take(prompt: int, events: Sequence[TokenEvent]) -> None:
+            body = self._answer.stream(prompt, events)
+            if not body:
+                return
+            if not self._opened:
+                self._opened = True
+                headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+
+        return take
+
+    async def _send_error(self, error: ApiError, send: Send) -> None:
+        if self._opened:
+            await send({"type": "http.response.body", "body": sse_event(error.body()), "more_body": False})
+        else:
+            await self._send_whole(error.status, to_json(error.body()), send, error.headers)
+
+    async def _send_whole(self, status: int, body: bytes, send: Send, headers: Mapping[str, str] | None = None) -> None:
+        fields = {"content-type": "application/json", "content-length": str(len(body)), **(headers or {})}
+        raw = [(name.encode(), value.encode()) for name, value in fields.items()]
+        await send({"type": "http.response.start", "status": status, "headers": raw})
+        await send({"type": "http.response.body", "body": body, "more_body": False})
+
+    def _account(self) -> None:
+        """Count what happened, once, however it ended."""
+        now_s = time.monotonic()
+        usage = self._answer.usage()
+        self._metrics.count_tokens(
+            prompt=usage["prompt_tokens"],
+            cached=usage["prompt_tokens_details"]["cached_tokens"],
+            generated=usage["completion_tokens"],
+        )
+        for choice in self._answer.choices:
+            reason = choice.last.finish_reason if choice.last is not None else None
+            self._metrics.count_finish(reason or self._outcome)
+        if self._answer.finished and self._first_token_s is not None:
+            self._metrics.observe_answer(
+                latency_s=now_s - self._arrival_s,
+                decode_s=now_s - self._first_token_s,
+                longest_choice_tokens=max(c.last.completion_tokens for c in self._answer.choices if c.last is not None),
+            )
+
+
+def _check(events: Sequence[TokenEvent]) -> None:
+    for event in events:
+        if event.finish_reason == "error":
+            raise ApiError(500, event.error or "the engine failed", type="server_error", code="engine_failed")
+        if event.finish_reason == "cancelled":
+            raise unavailable(event.error or "the server ended the request", "cancelled")
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,156 @@
+"""Starts the Serve application and stays with it: what `chunkserve serve` and `make serve` do."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from .config import ConfigError, ServeConfig
+from .small_model import NAME as SMALL_MODEL
+from .small_model import ensure_small_model
+
+IMPORT_PATH = "chunkserve.deploy.app:build"
+
+# Ray on loopback, with no reports to anyone, and no token left by an earlier start in the way.
+RAY_ENVIRONMENT: Mapping[str, str] = {
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+_STOP_GRACE_S = 10.0
+
+
+def run_blocking(
+    config_path: Path, overrides: Mapping[str, Any] | None = None, say: Callable[[str], None] = print
+) -> int:
+    """`serve run` on a config file, until it ends or is interrupted.
+
+    Args:
+        config_path: as deploy/config.yaml.
+        overrides: knobs of ServeConfig, and `host` and `port`, that differ from the file.
+        say: gets a line per long step; the last one says where the server listens.
+    Returns:
+        The exit status of `serve run`; 0 after an interrupt.
+    Raises:
+        ConfigError: the file or a knob is wrong; nothing was started.
+    """
+    document = load_document(config_path, overrides or {})
+    config = ServeConfig.from_args(application_args(document))
+    if config.model == SMALL_MODEL:
+        ensure_small_model(say)
+    with tempfile.TemporaryDirectory(prefix="chunkserve-") as folder:
+        path = config_path
+        if overrides:
+            path = Path(folder) / "config.yaml"
+            path.write_text(yaml.safe_dump(document, sort_keys=False))
+        say(f"Starting Ray and {config.num_replicas} replica(s) of {config.model_name} (about 20 seconds)...")
+        serve = Path(sys.executable).with_name("serve")
+        process = subprocess.Popen([str(serve), "run", str(path)], env={**os.environ, **RAY_ENVIRONMENT})
+        try:
+            with _terminations_as_interrupts():
+                if _wait_until_healthy(process, base_url(document)):
+                    say(_welcome(base_url(document), config))
+                return process.wait()
+        except KeyboardInterrupt:
+            return 0
+        finally:
+            _end(process, config.drain_timeout_s)
+
+
+def load_document(path: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """A Serve config file as a mapping, with overrides put in.
+
+    Raises:
+        ConfigError: no such file, no YAML, or not our application.
+    """
+    try:
+        document = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: cannot be read as YAML: {error}") from error
+    args = application_args(document)
+    for knob, value in overrides.items():
+        if knob in ("host", "port"):
+            document.setdefault("http_options", {})[knob] = value
+        else:
+            args[knob] = value
+    return document
+
+
+def application_args(document: Any) -> dict[str, Any]:
+    """The knobs in a Serve config file.
+
+    Raises:
+        ConfigError: it has no application with our import_path.
+    """
+    applications = document.get("applications", []) if isinstance(document, dict) else []
+    for application in applications:
+        if isinstance(application, dict) and application.get("import_path") == IMPORT_PATH:
+            if not isinstance(application.get("args"), dict):
+                application["args"] = {}
+            args: dict[str, Any] = application["args"]
+            return args
+    raise ConfigError(f"applications: expected one with import_path {IMPORT_PATH}, got {len(applications)} others")
+
+
+def base_url(document: Mapping[str, Any]) -> str:
+    """Where a client on this machine reaches the server."""
+    options = document.get("http_options") or {}
+    host = options.get("host", "127.0.0.1")
+    return f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{options.get('port', 8000)}"
+
+
+def _wait_until_healthy(process: "subprocess.Popen[bytes]", url: str) -> bool:
+    while process.poll() is None:
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
+                if answer.status == 200:
+                    return True
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.25)
+    return False
+
+
+def _welcome(url: str, config: ServeConfig) -> str:
+    return (
+        f"\nchunkserve listens on {url} (Ctrl-C stops it). Try:\n\n"
+        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d "
+        f"""'{{"model": "{config.model_name}", "messages": [{{"role": "user", "content": """
+        """"What is the capital of France?"}], "max_tokens": 32, "temperature": 0}'\n"""
+    )
+
+
+class _terminations_as_interrupts:
+    """SIGTERM ends the same way as Ctrl-C."""
+
+    def __enter__(self) -> None:
+        def interrupt(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        self._before = signal.signal(signal.SIGTERM, interrupt)
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGTERM, self._before)
+
+
+def _end(process: "subprocess.Popen[bytes]", drain_timeout_s: float) -> None:
+    """Let `serve run` drain and take its Ray processes with it."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(drain_timeout_s + _STOP_GRACE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

@@ -1,0 +1,444 @@
+"""Request records and errors of the OpenAI API, and what turns them into our SamplingParams.
+
+A parameter that we do not support is refused with a 400 that names it, unless it has the value that asks for nothing.
+"""
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
+from pydantic_core import from_json
+
+from chunkserve.replica.protocol import SamplingParams
+
+from .config import ServeConfig
+
+_INT64 = 2**63
+_MAX_SHOWN_CHARS = 80
+
+
+class ApiError(Exception):
+    """A reply that is not an answer, in OpenAI's shape.
+
+    status: of HTTP, for an error before the stream opens.
+    type, param, code: as in OpenAI's error object; `param` is the field at fault.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.type = type
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, object]:
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+
+def bad_request(message: str, param: str | None, code: str | None = None) -> ApiError:
+    return ApiError(400, message, param=param, code=code)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestLimits:
+    """What one request may ask for: the knobs of ServeConfig that bound it, and what the model knows.
+
+    max_sequence_tokens: prompt and new tokens together.
+    vocab_size: token ids are below it.
+    """
+
+    max_sequence_tokens: int
+    vocab_size: int
+    max_choices: int
+    max_prompts_per_request: int
+    max_stop_strings: int
+    max_stop_string_chars: int
+    max_top_logprobs: int
+
+    @classmethod
+    def of(cls, config: ServeConfig, *, vocab_size: int, max_context_tokens: int) -> Self:
+        return cls(
+            max_sequence_tokens=min(config.max_sequence_tokens or max_context_tokens, max_context_tokens),
+            vocab_size=vocab_size,
+            max_choices=config.max_choices,
+            max_prompts_per_request=config.max_prompts_per_request,
+            max_stop_strings=config.max_stop_strings,
+            max_stop_string_chars=config.max_stop_string_chars,
+            max_top_logprobs=config.max_top_logprobs,
+        )
+
+    def check_token_ids(self, token_ids: Sequence[int], param: str) -> None:
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.vocab_size:
+            wrong = next(token_id for token_id in token_ids if not 0 <= token_id < self.vocab_size)
+            raise bad_request(f"{param}: token ids are from 0 to {self.vocab_size - 1}, got {_short(wrong)}", param)
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+_R = TypeVar("_R", bound=_Record)
+
+
+class StreamOptions(_Record):
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class GenerationRequest(_Record):
+    """What both endpoints share. None stands for a missing parameter and for null alike.
+
+    top_k, min_p, ignore_eos, stop_token_ids, cache_salt: ours, beyond the OpenAI API; see SamplingParams and Request.
+    top_k may be -1, as other servers have it for "all".
+    """
+
+    model: str | None = None
+    max_tokens: int | None = Field(default=None, ge=1)
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    n: int | None = Field(default=None, ge=1)
+    seed: int | None = Field(default=None, ge=-_INT64, lt=_INT64)
+    stop: (
+        Annotated[
+            Annotated[str, Tag("#text")] | Annotated[list[str], Tag("#texts")],
+            Discriminator(
+                lambda value: {str: "#text", list: "#texts"}.get(type(value)),
+                custom_error_type="stop_type",
+                custom_error_message="Input should be a string or a list of strings",
+            ),
+        ]
+        | None
+    ) = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    top_k: int | None = Field(default=None, ge=-1, lt=_INT64)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    cache_salt: str | None = Field(default=None, max_length=256)
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def choices(self) -> int:
+        return self.n or 1
+
+    def check(self, limits: RequestLimits) -> None:
+        """Everything that can be known before the prompt is tokenised.
+
+        Raises:
+            ApiError: 400 that names the field, the limit and the value.
+        """
+        if self.stream_options is not None and not self.stream:
+            raise bad_request("stream_options: only allowed when stream is true", "stream_options")
+        if self.choices > limits.max_choices:
+            raise bad_request(f"n: at most {limits.max_choices} (max_choices), got {_short(self.choices)}", "n")
+        stops = self._stops()
+        if len(stops) > limits.max_stop_strings:
+            raise bad_request(f"stop: at most {limits.max_stop_strings} (max_stop_strings), got {len(stops)}", "stop")
+        for stop in stops:
+            if not 1 <= len(stop) <= limits.max_stop_string_chars:
+                allowed = f"1 to {limits.max_stop_string_chars} characters (max_stop_string_chars)"
+                raise bad_request(f"stop: a stop string has {allowed}, got {len(stop)}", "stop")
+        stop_ids = self.stop_token_ids or []
+        if len(stop_ids) > limits.max_stop_strings:
+            message = f"stop_token_ids: at most {limits.max_stop_strings} (max_stop_strings), got {len(stop_ids)}"
+            raise bad_request(message, "stop_token_ids")
+        limits.check_token_ids(stop_ids, "stop_token_ids")
+        param, alternatives = self._alternatives()
+        if alternatives is not None and alternatives > limits.max_top_logprobs:
+            message = f"{param}: at most {limits.max_top_logprobs} (max_top_logprobs), got {_short(alternatives)}"
+            raise bad_request(message, param)
+
+    def sampling(self, limits: RequestLimits, prompt_tokens: int, prompt_param: str) -> SamplingParams:
+        """How to continue a prompt of this many tokens; without max_tokens, up to the end of the context.
+
+        Raises:
+            ApiError: 400 when the prompt, or prompt and max_tokens together, exceed the context.
+        """
+        context = limits.max_sequence_tokens
+        if prompt_tokens >= context:
+            message = f"the prompt has {prompt_tokens} tokens; at most {context - 1} leave room for an answer"
+            raise bad_request(
+                f"{prompt_param}: {message} (max_sequence_tokens {context})", prompt_param, "context_length_exceeded"
+            )
+        param, wanted = self._max_tokens()
+        if wanted is not None and prompt_tokens + wanted > context:
+            message = f"prompt ({prompt_tokens} tokens) and {param} ({_short(wanted)}) together exceed the context"
+            raise bad_request(
+                f"{param}: {message} of {context} tokens (max_sequence_tokens)", param, "context_length_exceeded"
+            )
+        return SamplingParams(
+            max_tokens=context - prompt_tokens if wanted is None else wanted,
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=min(max(self.top_k or 0, 0), limits.vocab_size),
+            min_p=self.min_p or 0.0,
+            seed=self.seed,
+            stop=tuple(self._stops()),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=bool(self.ignore_eos),
+            logprobs=self._alternatives()[1],
+        )
+
+    def _stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    def _max_tokens(self) -> tuple[str, int | None]:
+        return "max_tokens", self.max_tokens
+
+    @abstractmethod
+    def _alternatives(self) -> tuple[str, int | None]:
+        """The field that asks for log-probabilities, and how many alternatives; None for none at all."""
+
+
+class TextPart(_Record):
+    type: Literal["text"]
+    text: str
+
+
+_Content = Annotated[
+    Annotated[str, Tag("#text")] | Annotated[list[TextPart], Tag("#parts")],
+    Discriminator(
+        lambda value: {str: "#text", list: "#parts"}.get(type(value)),
+        custom_error_type="content_type",
+        custom_error_message="Input should be a string or a list of text parts",
+    ),
+]
+
+
+class ChatMessage(_Record):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: _Content
+
+    def flat(self) -> dict[str, str]:
+        """As chat templates want it: text parts joined by line ends, and the developer as the system."""
+        text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+
+
+class ChatRequest(GenerationRequest):
+    """POST /v1/chat/completions."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0)
+
+    def check(self, limits: RequestLimits) -> None:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise bad_request("top_logprobs: only allowed when logprobs is true", "top_logprobs")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise bad_request("max_tokens: contradicts max_completion_tokens; send one of them", "max_tokens")
+        super().check(limits)
+
+    def _max_tokens(self) -> tuple[str, int | None]:
+        if self.max_completion_tokens is not None:
+            return "max_completion_tokens", self.max_completion_tokens
+        return super()._max_tokens()
+
+    def _alternatives(self) -> tuple[str, int | None]:
+        return "top_logprobs", (self.top_logprobs or 0) if self.logprobs else None
+
+
+def _prompt_kind(value: object) -> str | None:
+    if isinstance(value, str):
+        return "#text"
+    if not isinstance(value, list):
+        return None
+    first = value[0] if value else ""
+    return {str: "#texts", int: "#ids", list: "#id_lists"}.get(type(first))
+
+
+_Prompt = Annotated[
+    Annotated[str, Tag("#text")]
+    | Annotated[list[str], Tag("#texts")]
+    | Annotated[list[int], Tag("#ids")]
+    | Annotated[list[list[int]], Tag("#id_lists")],
+    Discriminator(
+        _prompt_kind,
+        custom_error_type="prompt_type",
+        custom_error_message="Input should be a string, a list of strings, a list of token ids, or a list of those",
+    ),
+]
+
+
+class CompletionRequest(GenerationRequest):
+    """POST /v1/completions."""
+
+    prompt: _Prompt
+    logprobs: int | None = Field(default=None, ge=0)
+
+    def check(self, limits: RequestLimits) -> None:
+        prompts = self.prompts()
+        if len(prompts) > limits.max_prompts_per_request:
+            allowed = f"at most {limits.max_prompts_per_request} prompts (max_prompts_per_request)"
+            raise bad_request(f"prompt: {allowed}, got {len(prompts)}", "prompt")
+        if not prompts or not all(prompts):
+            raise bad_request("prompt: expected at least one token, got an empty prompt", "prompt")
+        for prompt in prompts:
+            if not isinstance(prompt, str):
+                limits.check_token_ids(prompt, "prompt")
+        super().check(limits)
+        most = max(limits.max_choices, limits.max_prompts_per_request)
+        if len(prompts) * self.choices > most:
+            message = f"n: at most {most} answers to one request (max_prompts_per_request)"
+            raise bad_request(f"{message}, got {len(prompts)} prompts x {self.choices}", "n")
+
+    def prompts(self) -> list[str | list[int]]:
+        """One entry per prompt, as text or as token ids."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        token_ids = [entry for entry in self.prompt if isinstance(entry, int)]
+        if token_ids:
+            return [token_ids]
+        return [entry for entry in self.prompt if not isinstance(entry, int)]
+
+    def _alternatives(self) -> tuple[str, int | None]:
+        return "logprobs", self.logprobs
+
+
+# Values of OpenAI parameters that ask for nothing we would have to do; null does so for every one. "*": any value.
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "user": ("*",),
+}
+_NEUTRAL_CHAT = _NEUTRAL | {
+    "audio": (),
+    "function_call": ("none",),
+    "functions": ([],),
+    "metadata": ("*",),
+    "modalities": (["text"],),
+    "moderation": (),
+    "parallel_tool_calls": (True, False),
+    "prediction": (),
+    "prompt_cache_key": ("*",),
+    "prompt_cache_options": (),
+    "prompt_cache_retention": (),
+    "reasoning_effort": ("none",),
+    "response_format": ({"type": "text"},),
+    "safety_identifier": ("*",),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "verbosity": (),
+    "web_search_options": (),
+}
+_NEUTRAL_COMPLETION = _NEUTRAL | {"best_of": (1,), "echo": (False,), "suffix": ("",)}
+_NEUTRAL_MESSAGE: dict[str, tuple[object, ...]] = {
+    "annotations": ([],),
+    "audio": (),
+    "function_call": (),
+    "name": (),
+    "refusal": (),
+    "tool_calls": ([],),
+}
+
+
+def parse_chat(body: bytes) -> ChatRequest:
+    """A chat request out of an HTTP body.
+
+    Raises:
+        ApiError: 400 that names the field at fault.
+    """
+    fields = _without_neutral(_json_object(body), _NEUTRAL_CHAT)
+    messages = fields.get("messages")
+    if isinstance(messages, list):
+        fields["messages"] = [
+            _without_neutral(message, _NEUTRAL_MESSAGE, f"messages[{at}].") if isinstance(message, dict) else message
+            for at, message in enumerate(messages)
+        ]
+    return _validated(ChatRequest, fields)
+
+
+def parse_completion(body: bytes) -> CompletionRequest:
+    """A completion request out of an HTTP body.
+
+    Raises:
+        ApiError: 400 that names the field at fault.
+    """
+    return _validated(CompletionRequest, _without_neutral(_json_object(body), _NEUTRAL_COMPLETION))
+
+
+def _json_object(body: bytes) -> dict[str, Any]:
+    try:
+        # Refuses NaN and Infinity, lone surrogates, bytes that are not UTF-8, and nesting beyond 200 levels.
+        fields = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise bad_request(f"the body is not valid JSON: {error}", None) from None
+    if not isinstance(fields, dict):
+        raise bad_request(f"the body should be a JSON object, got {_short(fields)}", None)
+    return fields
+
+
+def _without_neutral(
+    fields: dict[str, Any], neutral: Mapping[str, tuple[object, ...]], prefix: str = ""
+) -> dict[str, Any]:
+    kept = {}
+    for name, value in fields.items():
+        allowed = neutral.get(name)
+        if allowed is None:
+            kept[name] = value
+        elif value is not None and "*" not in allowed and not any(_same(value, one) for one in allowed):
+            message = f"{prefix}{name}: not supported by this server, got {_short(value)}"
+            raise bad_request(message, prefix + name, "unsupported_parameter")
+    return kept
+
+
+def _same(value: object, neutral: object) -> bool:
+    return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
+
+
+def _validated(record: type[_R], fields: dict[str, Any]) -> _R:
+    try:
+        return record.model_validate(fields)
+    except ValidationError as error:
+        fault = error.errors(include_url=False, include_context=False)[0]
+    param = _path(fault["loc"])
+    if fault["type"] == "missing":
+        raise bad_request(f"missing required parameter: {param}", param, "missing_required_parameter")
+    if fault["type"] == "extra_forbidden":
+        raise bad_request(f"unknown parameter: {param}", param, "unknown_parameter")
+    message = fault["msg"].replace("Input should", "should")
+    raise bad_request(f"{param}: {message}, got {_short(fault['input'])}", param)
+
+
+def _path(loc: tuple[int | str, ...]) -> str:
+    """A field's place as in `messages[0].content[1].type`; the tags of unions (#...) are no part of it."""
+    path = ""
+    for step in loc:
+        if isinstance(step, int):
+            path += f"[{step}]"
+        elif not step.startswith("#"):
+            path += f".{step}" if path else step
+    return path
+
+
+def _short(value: object) -> str:
+    """A value for an error message; long ones are cut, and containers named by their size."""
+    if isinstance(value, list) and value:
+        return f"a list of {len(value)}"
+    if isinstance(value, dict) and len(value) > 2:
+        return f"an object of {len(value)}"
+    text = repr(value[: _MAX_SHOWN_CHARS + 1] if isinstance(value, str) else value)
+    return text if len(text) <= _MAX_SHOWN_CHARS else text[:_MAX_SHOWN_CHARS] + "..."

@@ -1,0 +1,145 @@
+"""Two-phase partition attention on CPUs, over the C++ module `_cpu`.
+
+Tiles (derivation of the layout: kernels/README.md), P being 64 or what is left of C or D, and pairs for bf16 only:
+    K of a slot and KV head: [C / P][D][P], or [C / P][D / 2][P][2]: every column is one token.
+    V of a slot and KV head: [D / P][C][P], or [D / P][C / 2][P][2]: every column is one value of the head dim.
+"""
+
+import torch
+from torch import Tensor
+
+from . import _cpu
+from .dispatch import AttentionProblem, BackendError, LayerKV, check_append, check_attend, check_slot
+from .plan import AttentionPlan, PlanError
+
+_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+class CpuBackend:
+    """Native kernels; the instruction set and the number of threads are those of `_cpu`."""
+
+    name = "cpu"
+    priority = 30
+
+    def reject(self, problem: AttentionProblem) -> str | None:
+        if problem.device != "cpu":
+            return f"device is {problem.device}"
+        if problem.dtype not in _DTYPES or problem.kv_dtype not in _DTYPES:
+            return f"dtypes {problem.dtype} and {problem.kv_dtype} are not among float32, bfloat16, float16"
+        if problem.head_dim % 8 or not 8 <= problem.head_dim <= 256:
+            return f"head_dim {problem.head_dim} is no multiple of 8 up to 256"
+        if problem.chunk_size % 16 or not 16 <= problem.chunk_size <= 256:
+            return f"chunk_size {problem.chunk_size} is no multiple of 16 up to 256"
+        return None
+
+    def allocate(self, problem: AttentionProblem, num_slots: int) -> LayerKV:
+        shape = (num_slots, problem.num_kv_heads, problem.chunk_size * problem.head_dim)
+        k, v = (torch.empty(shape, dtype=problem.kv_dtype) for _ in range(2))
+        for tiles in (k, v):
+            _cpu.advise_large_pages(tiles.data_ptr(), tiles.nbytes)
+        return LayerKV(k=k, v=v, problem=problem, num_slots=num_slots, backend=self.name)
+
+    def append(self, kv: LayerKV, k: Tensor, v: Tensor, plan: AttentionPlan) -> None:
+        check_append(k, v, kv, plan)
+        k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
+        try:
+            _cpu.append(
+                dtype=_DTYPES[kv.problem.kv_dtype],
+                num_kv_heads=kv.problem.num_kv_heads,
+                head_dim=kv.problem.head_dim,
+                num_slots=kv.num_slots,
+                k=k.data_ptr(),
+                k_token_stride=k.stride(0),
+                k_head_stride=k.stride(1),
+                v=v.data_ptr(),
+                v_token_stride=v.stride(0),
+                v_head_stride=v.stride(1),
+                rows=len(k),
+                k_tiles=kv.k.data_ptr(),
+                v_tiles=kv.v.data_ptr(),
+                plan=plan.data,
+            )
+        except ValueError as error:
+            raise PlanError(str(error)) from error
+
+    def copy_rows(self, kv: LayerKV, src_slot: int, dst_slot: int, num_rows: int) -> None:
+        check_slot(kv, src_slot)
+        check_slot(kv, dst_slot)
+        p = kv.problem
+        if not 0 <= num_rows <= p.chunk_size:
+            raise BackendError(f"cannot copy {num_rows} rows of a chunk of {p.chunk_size} (chunk_size)")
+        _cpu.copy_rows(
+            dtype=_DTYPES[p.kv_dtype],
+            num_kv_heads=p.num_kv_heads,
+            head_dim=p.head_dim,
+            chunk_size=p.chunk_size,
+            k_tiles=kv.k.data_ptr(),
+            v_tiles=kv.v.data_ptr(),
+            src_slot=src_slot,
+            dst_slot=dst_slot,
+            num_rows=num_rows,
+        )
+
+    def read_chunk(self, kv: LayerKV, slot: int) -> tuple[Tensor, Tensor]:
+        check_slot(kv, slot)
+        p = kv.problem
+        k, v = (torch.empty(p.chunk_size, p.num_kv_heads, p.head_dim, dtype=p.kv_dtype) for _ in range(2))
+        _cpu.read_chunk(
+            dtype=_DTYPES[p.kv_dtype],
+            num_kv_heads=p.num_kv_heads,
+            head_dim=p.head_dim,
+            chunk_size=p.chunk_size,
+            k_tiles=kv.k.data_ptr(),
+            v_tiles=kv.v.data_ptr(),
+            slot=slot,
+            k=k.data_ptr(),
+            v=v.data_ptr(),
+        )
+        return k, v
+
+    def attend(
+        self,
+        q: Tensor,
+        kv: LayerKV,
+        plan: AttentionPlan,
+        *,
+        scale: float,
+        alibi_slopes: Tensor | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        check_attend(q, kv, plan, alibi_slopes=alibi_slopes, sinks=sinks)
+        if not scale > 0:
+            raise BackendError(f"scale must be positive, not {scale}")
+        if alibi_slopes is not None:
+            alibi_slopes = alibi_slopes.contiguous()
+        if sinks is not None:
+            sinks = sinks.contiguous()
+        if q.stride(2) != 1:
+            q = q.contiguous()
+        p = kv.problem
+        out = torch.empty(q.shape, dtype=q.dtype)
+        try:
+            _cpu.attend(
+                q_dtype=_DTYPES[p.dtype],
+                kv_dtype=_DTYPES[p.kv_dtype],
+                num_heads=p.num_heads,
+                num_kv_heads=p.num_kv_heads,
+                head_dim=p.head_dim,
+                num_slots=kv.num_slots,
+                q=q.data_ptr(),
+                q_rows=len(q),
+                q_token_stride=q.stride(0),
+                q_head_stride=q.stride(1),
+                k=kv.k.data_ptr(),
+                v=kv.v.data_ptr(),
+                out=out.data_ptr(),
+                scale=scale,
+                window=p.window or 0,
+                softcap=p.softcap or 0.0,
+                alibi_slopes=0 if alibi_slopes is None else alibi_slopes.data_ptr(),
+                sinks=0 if sinks is None else sinks.data_ptr(),
+                plan=plan.data,
+            )
+        except ValueError as error:
+            raise PlanError(str(error)) from error
+        return out

@@ -1,0 +1,537 @@
+// The tasks of two-phase partition attention, compiled once per instruction set. Derivations: kernels/README.md.
+#include "attention_cpu.h"
+#include "simd.h"
+
+namespace chunkserve::CHUNKSERVE_ISA {
+namespace {
+
+using V = Simd<kWidth>;
+
+constexpr float kInf = __builtin_inff();
+constexpr float kLog2e = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
+
+CHUNKSERVE_INLINE int min_int(int a, int b) { return a < b ? a : b; }
+CHUNKSERVE_INLINE int max_int(int a, int b) { return a > b ? a : b; }
+CHUNKSERVE_INLINE float max_float(float a, float b) { return a > b ? a : b; }
+CHUNKSERVE_INLINE int round_up(int n, int to) { return (n + to - 1) / to * to; }
+
+float exp2_scalar(float x) { return Simd<4>::exp2(Simd<4>::set(x))[0]; }
+
+// Memory that the next block of keys lies in. The products ask for it line by line while they compute: private chunks
+// are read once, and a burst of requests before or after would leave the memory idle in between.
+struct Prefetch {
+  const char* at;
+  int bytes;
+
+  CHUNKSERVE_INLINE Prefetch part(int index, int parts) const {
+    return {at + static_cast<std::int64_t>(bytes) * index / parts, bytes / parts};
+  }
+};
+
+// ---------------------------------------------------------------------------------------------------------------
+// c[R][N] = rescale[r] * c + a[R][depth] b[depth][N]; without `rescale` the old c is not read.
+
+template <int N>
+CHUNKSERVE_INLINE void prefetch_lines(const char* p) {
+#pragma GCC unroll 4
+  for (int i = 0; i < N; ++i) __builtin_prefetch(p + i * 64, 0, 2);
+}
+
+// Lines to ask for per step: as many as are read where rows are few, one where they are many and share the asking.
+template <int W, int R, int NV>
+constexpr int prefetches() {
+  constexpr int kRead = W * NV * 4 / 64;
+  return kRead < 1 ? 1 : R <= 3 ? kRead : kRead > 2 ? 2 : 1;
+}
+
+// Operands of a product: A as floats, B as `Tile` stores it.
+template <class Tile>
+struct FloatProduct {
+  using A = float;
+  using B = typename Tile::Element;
+  static constexpr bool kPairs = false;
+  static constexpr int kStep = Tile::kStep;
+
+  template <int W, int R, int NV, int LDA>
+  static CHUNKSERVE_INLINE void multiply(const A* a, const B* b, int ldb, int depth, Prefetch next,
+                                         typename Simd<W>::F (&acc)[R][NV]) {
+    const int steps = depth / kStep;
+    const int stride = (next.bytes + steps) / max_int(steps, 1);
+    for (int s = 0; s < steps; ++s) {
+      prefetch_lines<prefetches<W, R, NV>()>(next.at + s * stride);
+      step<W, R, NV, LDA, kStep>(a + s * kStep, b + s * ldb, acc);
+    }
+    // An odd number of tokens: the other half of the pair was never written and may be NaN.
+    if constexpr (kStep == 2) {
+      if (depth & 1) step<W, R, NV, LDA, 1>(a + steps * kStep, b + steps * ldb, acc);
+    }
+  }
+
+  template <int W, int R, int NV, int LDA, int J>
+  static CHUNKSERVE_INLINE void step(const A* a, const B* b, typename Simd<W>::F (&acc)[R][NV]) {
+#pragma GCC unroll 2
+    for (int j = 0; j < J; ++j) {
+      typename Simd<W>::F bv[NV];
+#pragma GCC unroll 8
+      for (int v = 0; v < NV; ++v) bv[v] = Tile::template load<W>(b + v * W * kStep, j);
+#pragma GCC unroll 6
+      for (int r = 0; r < R; ++r) {
+        const typename Simd<W>::F av = Simd<W>::set(a[r * LDA + j]);
+#pragma GCC unroll 8
+        for (int v = 0; v < NV; ++v) acc[r][v] += av * bv[v];
+      }
+    }
+  }
+};
+
+#if CHUNKSERVE_ISA_LEVEL >= 3
+// Both operands as pairs of bf16, products and sums in fp32.
+struct Bf16Product {
+  using A = std::int32_t;  // a pair
+  using B = std::uint16_t;
+  static constexpr bool kPairs = true;
+  static constexpr int kStep = 2;
+
+  template <int W, int R, int NV, int LDA>
+  static CHUNKSERVE_INLINE void multiply(const A* a, const B* b, int ldb, int depth, Prefetch next,
+                                         typename Simd<W>::F (&acc)[R][NV]) {
+    const int steps = depth / kStep;
+    const int stride = (next.bytes + steps) / max_int(steps, 1);
+    for (int s = 0; s < steps; ++s) {
+      prefetch_lines<prefetches<W, R, NV>()>(next.at + s * stride);
+      step<W, R, NV, LDA>(a + s, b + s * ldb, -1, acc);
+    }
+    if (depth & 1) step<W, R, NV, LDA>(a + steps, b + steps * ldb, 0xffff, acc);
+  }
+
+  template <int W, int R, int NV, int LDA>
+  static CHUNKSERVE_INLINE void step(const A* a, const B* b, std::int32_t mask, typename Simd<W>::F (&acc)[R][NV]) {
+    typename Simd<W>::I bv[NV];
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; ++v) bv[v] = Simd<W>::load_bits(b + v * W * kStep) & mask;
+#pragma GCC unroll 6
+    for (int r = 0; r < R; ++r) {
+      const typename Simd<W>::I av = typename Simd<W>::I{} + a[r * LDA];
+#pragma GCC unroll 4
+      for (int v = 0; v < NV; ++v) acc[r][v] = dot<W>(acc[r][v], av, bv[v]);
+    }
+  }
+
+  template <int W>
+  static CHUNKSERVE_INLINE typename Simd<W>::F dot(typename Simd<W>::F acc, typename Simd<W>::I a,
+                                                   typename Simd<W>::I b) {
+    if constexpr (W == 16) {
+      return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b);
+    } else {
+      return _mm256_dpbf16_ps(acc, (__m256bh)a, (__m256bh)b);
+    }
+  }
+};
+#endif
+
+template <class Product, int R, int W, int NV, int LDA>
+CHUNKSERVE_INLINE void tile(const typename Product::A* a, const typename Product::B* b, int ldb, int depth, float* c,
+                            int ldc, const float* rescale, Prefetch next) {
+  using S = Simd<W>;
+  typename S::F acc[R][NV];
+#pragma GCC unroll 6
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
+    for (int v = 0; v < NV; ++v) {
+      acc[r][v] = rescale ? S::load(c + r * ldc + v * W) * rescale[r] : S::set(0.0f);
+    }
+  }
+  Product::template multiply<W, R, NV, LDA>(a, b, ldb, depth, next, acc);
+#pragma GCC unroll 6
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
+    for (int v = 0; v < NV; ++v) S::store(c + r * ldc + v * W, acc[r][v]);
+  }
+}
+
+// Vectors of columns per tile: enough sums to hide the latency of a multiply-add, few enough for the registers.
+constexpr int tile_vectors(int rows) {
+  if (kNumRegisters == 32) return 4;
+  return rows == 1 ? 8 : rows <= 3 ? 4 : 2;
+}
+
+template <class Product, int LDA>
+using Gemm = void (*)(const typename Product::A* a, const typename Product::B* b, int ldb, int depth, int n, float* c,
+                      int ldc, const float* rescale, Prefetch next);
+
+template <class Product, int LDA, int R>
+__attribute__((noinline)) void gemm_rows(const typename Product::A* a, const typename Product::B* b, int ldb,
+                                         int depth, int n, float* c, int ldc, const float* rescale,
+                                         Prefetch next) {
+  constexpr int W = kWidth;
+  constexpr int kVectors = tile_vectors(R);
+  constexpr int kStep = Product::kStep;
+  int col = 0;
+  // The last columns ask again for what the column before them asked for; rare, and hits the cache.
+  const int parts = max_int(n / (W * kVectors), 1);
+  for (; col + W * kVectors <= n; col += W * kVectors) {
+    tile<Product, R, W, kVectors, LDA>(a, b + col * kStep, ldb, depth, c + col, ldc, rescale,
+                                       next.part(col / (W * kVectors), parts));
+  }
+  if constexpr (kVectors > 2) {
+    for (; col + W * 2 <= n; col += W * 2) {
+      tile<Product, R, W, 2, LDA>(a, b + col * kStep, ldb, depth, c + col, ldc, rescale, next.part(0, parts));
+    }
+  }
+  for (; col + W <= n; col += W) {
+    tile<Product, R, W, 1, LDA>(a, b + col * kStep, ldb, depth, c + col, ldc, rescale, next.part(0, parts));
+  }
+  if constexpr (W == 16) {
+    if (col < n) tile<Product, R, 8, 1, LDA>(a, b + col * kStep, ldb, depth, c + col, ldc, rescale, next.part(0, parts));
+  }
+}
+
+template <class Product, int LDA>
+constexpr Gemm<Product, LDA> kGemm[kTileRows] = {
+    gemm_rows<Product, LDA, 1>, gemm_rows<Product, LDA, 2>, gemm_rows<Product, LDA, 3>,
+    gemm_rows<Product, LDA, 4>, gemm_rows<Product, LDA, 5>, gemm_rows<Product, LDA, 6>,
+};
+
+// ---------------------------------------------------------------------------------------------------------------
+// Rows in and out.
+
+void read_row(DType dtype, const void* base, std::int64_t offset, int n, float* out) {
+  if (dtype == DType::f32) {
+    const float* p = static_cast<const float*>(base) + offset;
+    for (int i = 0; i < n; ++i) out[i] = p[i];
+    return;
+  }
+  const std::uint16_t* p = static_cast<const std::uint16_t*>(base) + offset;
+  if (dtype == DType::bf16) {
+    for (int i = 0; i < n; ++i) out[i] = from_bf16(p[i]);
+  } else {
+    for (int i = 0; i < n; ++i) out[i] = from_f16(p[i]);
+  }
+}
+
+void write_row(DType dtype, void* base, std::int64_t offset, int n, const float* in, float factor) {
+  if (dtype == DType::f32) {
+    float* p = static_cast<float*>(base) + offset;
+    for (int i = 0; i < n; ++i) p[i] = in[i] * factor;
+    return;
+  }
+  std::uint16_t* p = static_cast<std::uint16_t*>(base) + offset;
+  if (dtype == DType::bf16) {
+    for (int i = 0; i < n; ++i) p[i] = to_bf16(in[i] * factor);
+  } else {
+    for (int i = 0; i < n; ++i) p[i] = to_f16(in[i] * factor);
+  }
+}
+
+// What a head's sink leaves of the weights of a row: exp(lse) / (exp(lse) + exp(sink)).
+float sink_share(const AttentionCall& call, int head, float lse) {
+  if (!call.sinks) return 1.0f;
+  const float x = (call.sinks[head] - lse) * kLog2e;
+  if (x <= 0.0f) return 1.0f / (1.0f + exp2_scalar(x));
+  const float e = exp2_scalar(-x);
+  return e / (1.0f + e);
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// One task.
+
+// Keys of one panel of one chunk that lie in the current block.
+struct Piece {
+  const char* k_tile;
+  const char* v_tile;
+  int token;   // in the chunk
+  int column;  // in the block
+  int length;
+  const Piece* next;  // one of the next block, to prefetch
+};
+constexpr int kMaxPieces = kBlockTokens / 16;
+
+// Up to kTileRows rows of a task, and the keys [first, end) of the current block that any of them sees.
+struct RowGroup {
+  int begin;
+  int count;
+  int first;
+  int end;
+};
+
+CHUNKSERVE_INLINE RowGroup row_group(const AttentionScratch& scratch, int rows, int groups, int index, int block,
+                                     int block_keys) {
+  const int begin = rows * index / groups, end = rows * (index + 1) / groups;
+  int first = scratch.row_first[begin], last = scratch.row_keys[begin];
+  for (int r = begin + 1; r < end; ++r) {
+    first = min_int(first, scratch.row_first[r]);
+    last = max_int(last, scratch.row_keys[r]);
+  }
+  return {begin, end - begin, max_int(first - block, 0), min_int(last - block, block_keys)};
+}
+
+// Soft-cap and ALiBi, and then the change to base 2; `distance` is that of the first key from the row.
+CHUNKSERVE_INLINE void transform_logits(const AttentionCall& call, float* s, int padded, int head, int distance) {
+  const float slope = call.alibi_slopes ? call.alibi_slopes[head] : 0.0f;
+  typename V::F step;
+  for (int i = 0; i < kWidth; ++i) step[i] = static_cast<float>(i);
+  for (int i = 0; i < padded; i += kWidth) {
+    typename V::F x = V::load(s + i) * call.scale;
+    if (call.softcap > 0.0f) x = V::tanh(x / call.softcap) * call.softcap;
+    x += (step + static_cast<float>(distance + i)) * slope;
+    V::store(s + i, x * kLog2e);
+  }
+}
+
+// Turns the logits of row `r` into weights against the running maximum; keys outside of [first, end) get 0.
+template <bool kPairs>
+CHUNKSERVE_INLINE void softmax_row(AttentionScratch& scratch, int r, int first, int end, int padded,
+                                   float scale_log2) {
+  float* s = scratch.s + r * kStrideS;
+  for (int i = 0; i < first; ++i) s[i] = -kInf;
+  for (int i = end; i < padded; ++i) s[i] = -kInf;
+  typename V::F m = V::load(s);
+  for (int i = kWidth; i < padded; i += kWidth) m = V::max(m, V::load(s + i));
+  const float old_max = scratch.row_max[r];
+  const float new_max = max_float(old_max, V::horizontal_max(m));
+  // A row that has seen no key yet keeps its maximum of -inf; any finite shift gives it zeros.
+  const float shift = new_max == -kInf ? 0.0f : new_max * scale_log2;
+  typename V::F sum = V::set(0.0f);
+  for (int i = 0; i < padded; i += kWidth) {
+    const typename V::F p = V::exp2(V::load(s + i) * scale_log2 - shift);
+#if CHUNKSERVE_ISA_LEVEL >= 3
+    if constexpr (kPairs) {
+      const __m256i half = (__m256i)_mm512_cvtneps_pbh((__m512)p);
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(reinterpret_cast<std::uint16_t*>(s) + i), half);
+      // The sum is over what is multiplied, so that the weights still add up to one.
+      sum += (typename V::F)_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16);
+      continue;
+    }
+#endif
+    V::store(s + i, p);
+    sum += p;
+  }
+  const float rescale = new_max == old_max ? 1.0f : exp2_scalar(old_max * scale_log2 - shift);
+  scratch.rescale[r] = rescale;
+  scratch.row_sum[r] = scratch.row_sum[r] * rescale + V::horizontal_sum(sum);
+  scratch.row_max[r] = new_max;
+}
+
+template <class Product>
+struct Attention {
+  using A = typename Product::A;
+  using B = typename Product::B;
+  static constexpr int kStep = Product::kStep;
+  static constexpr bool kPairs = Product::kPairs;
+
+  const AttentionCall& call;
+  const AttentionTask& task;
+  AttentionScratch& scratch;
+  const int d = call.head_dim;
+  const int c = call.chunk_size;
+  const int rows = task.row_end - task.row_begin;
+  const int groups = (rows + kTileRows - 1) / kTileRows;
+  const int q_begin = call.item_q_begin[task.item];
+  const int kv_begin = call.item_kv_begin[task.item];
+  const int kv_len = call.item_kv_len[task.item];
+  // Soft-cap and ALiBi leave the logits scaled and in base 2.
+  const bool transforms = call.softcap > 0.0f || call.alibi_slopes != nullptr;
+  const float scale_log2 = transforms ? 1.0f : call.scale * kLog2e;
+
+  int token_of(int r) const { return q_begin + (task.row_begin + r) / call.group; }
+  int head_of(int r) const { return task.kv_head * call.group + (task.row_begin + r) % call.group; }
+
+  void run() {
+    load_rows();
+    int first = kv_len, last = 0;
+    for (int r = 0; r < rows; ++r) {
+      first = min_int(first, scratch.row_first[r]);
+      last = max_int(last, scratch.row_keys[r]);
+    }
+    Piece pieces[2][kMaxPieces];
+    int block = first / kBlockTokens * kBlockTokens;
+    int count = cut_pieces(block, min_int(kBlockTokens, last - block), pieces[0]);
+    for (int turn = 0; block < last; turn ^= 1, block += kBlockTokens) {
+      const int next = block + kBlockTokens;
+      const int next_count = next < last ? cut_pieces(next, min_int(kBlockTokens, last - next), pieces[turn ^ 1]) : 0;
+      for (int i = 0; i < count; ++i) pieces[turn][i].next = i < next_count ? &pieces[turn ^ 1][i] : nullptr;
+      run_block(block, min_int(kBlockTokens, last - block), pieces[turn], count);
+      count = next_count;
+    }
+    store_rows();
+  }
+
+  void load_rows() {
+    for (int r = 0; r < rows; ++r) {
+      const int token = token_of(r);
+      const std::int64_t offset = token * call.q_token_stride + head_of(r) * call.q_head_stride;
+      float* q = scratch.q + r * kStrideQ;
+      if constexpr (kPairs) {
+        __builtin_memcpy(q, static_cast<const std::uint16_t*>(call.q) + offset, d * 2);
+      } else {
+        read_row(call.q_dtype, call.q, offset, d, q);
+      }
+      for (int i = 0; i < d; ++i) scratch.o[r * kStrideO + i] = 0.0f;
+      scratch.row_max[r] = -kInf;
+      scratch.row_sum[r] = 0.0f;
+      const int end = call.row_pos[token] + 1 - kv_begin;
+      scratch.row_keys[r] = max_int(0, min_int(kv_len, end));
+      scratch.row_first[r] = call.window > 0 ? max_int(0, min_int(kv_len, end - call.window)) : 0;
+    }
+  }
+
+  int cut_pieces(int block, int block_keys, Piece* pieces) const {
+    const std::int32_t* slots = call.chunk_slots + call.item_chunk_indptr[task.item];
+    int count = 0;
+    for (int key = block; key < block + block_keys;) {
+      const int token = key % c, in_panel = token % kPanel;
+      const int panel = min_int(kPanel, c - (token - in_panel));
+      const int length = min_int(panel - in_panel, block + block_keys - key);
+      const std::int64_t at = slots[key / c] * call.slot_bytes + task.kv_head * call.tile_bytes;
+      pieces[count++] = {call.k + at, call.v + at, token, key - block, length, nullptr};
+      key += length;
+    }
+    return count;
+  }
+
+  void run_block(int block, int block_keys, const Piece* pieces, int count) {
+    for (int g = 0; g < groups; ++g) {
+      const RowGroup group = row_group(scratch, rows, groups, g, block, block_keys);
+      if (group.first >= group.end) continue;
+      for (int i = 0; i < count; ++i) {
+        if (outside(pieces[i], group)) continue;
+        multiply_keys(pieces[i], group, g);
+      }
+      const int padded = round_up(group.end, 16);
+      for (int r = group.begin; r < group.begin + group.count; ++r) {
+        if (transforms) {
+          const int distance = kv_begin + block - call.row_pos[token_of(r)];
+          transform_logits(call, scratch.s + r * kStrideS, padded, head_of(r), distance);
+        }
+        const int end = max_int(0, min_int(group.end, scratch.row_keys[r] - block));
+        const int first = max_int(0, min_int(end, scratch.row_first[r] - block));
+        softmax_row<kPairs>(scratch, r, first, end, padded, scale_log2);
+      }
+    }
+    for (int g = 0; g < groups; ++g) {
+      const RowGroup group = row_group(scratch, rows, groups, g, block, block_keys);
+      if (group.first >= group.end) continue;
+      constexpr float kOnes[kTileRows] = {1, 1, 1, 1, 1, 1};
+      const float* rescale = scratch.rescale + group.begin;
+      for (int i = 0; i < count; ++i) {
+        if (outside(pieces[i], group)) continue;
+        multiply_values(pieces[i], group, g, rescale);
+        rescale = kOnes;
+      }
+    }
+  }
+
+  // Chunks that no row of the group sees are not read: with a window they may be gone from the pool.
+  static bool outside(const Piece& piece, const RowGroup& group) {
+    return piece.column >= group.end || piece.column + piece.length <= group.first;
+  }
+
+  // The tile's values of `token` and what follows it in the panel of keys, or in panel `col` of values.
+  const B* keys_at(const Piece& piece) const {
+    const int in_panel = piece.token % kPanel;
+    return reinterpret_cast<const B*>(piece.k_tile) + (piece.token - in_panel) * d + in_panel * kStep;
+  }
+  const B* values_at(const Piece& piece, int col) const {
+    return reinterpret_cast<const B*>(piece.v_tile) + col * c + piece.token * min_int(kPanel, d - col);
+  }
+  static Prefetch ahead(const B* at, int count) {
+    return {reinterpret_cast<const char*>(at), count * static_cast<int>(sizeof(B))};
+  }
+
+  // S[rows][keys of the piece] = Q K
+  void multiply_keys(const Piece& piece, const RowGroup& group, int g) {
+    const int panel = min_int(kPanel, c - (piece.token - piece.token % kPanel));
+    const int n = round_up(min_int(piece.length, group.end - piece.column), 16);
+    const A* q = reinterpret_cast<const A*>(scratch.q + group.begin * kStrideQ);
+    const B* k = keys_at(piece);
+    const Prefetch next = piece.next ? ahead(keys_at(*piece.next), piece.next->length * d) : ahead(k, 0);
+    float* s = scratch.s + group.begin * kStrideS + piece.column;
+    kGemm<Product, kStrideQ>[group.count - 1](q, k, panel * kStep, d, n, s, kStrideS, nullptr, next.part(g, groups));
+  }
+
+  // O[rows] = rescale * O + P V
+  void multiply_values(const Piece& piece, const RowGroup& group, int g, const float* rescale) {
+    const int length = min_int(piece.length, group.end - piece.column);
+    const A* p = reinterpret_cast<const A*>(scratch.s + group.begin * kStrideS) + piece.column / (kPairs ? 2 : 1);
+    for (int col = 0; col < d; col += kPanel) {
+      const int panel = min_int(kPanel, d - col);
+      const B* v = values_at(piece, col);
+      const Prefetch next = piece.next ? ahead(values_at(*piece.next, col), piece.next->length * panel) : ahead(v, 0);
+      float* o = scratch.o + group.begin * kStrideO + col;
+      kGemm<Product, kStrideS>[group.count - 1](p, v, panel * kStep, length, panel, o, kStrideO, rescale,
+                                                next.part(g, groups));
+    }
+  }
+
+  void store_rows() {
+    const int partial = call.item_partial[task.item];
+    for (int r = 0; r < rows; ++r) {
+      const int token = token_of(r), head = head_of(r);
+      const float sum = scratch.row_sum[r];
+      const float* o = scratch.o + r * kStrideO;
+      const float lse =
+          sum > 0.0f ? scratch.row_max[r] * (transforms ? kLn2 : call.scale) + kLn2 * __builtin_log2f(sum) : -kInf;
+      if (partial < 0) {
+        const std::int64_t at = static_cast<std::int64_t>(token) * call.num_heads + head;
+        write_row(call.q_dtype, call.out, at * d, d, o, sum > 0.0f ? sink_share(call, head, lse) / sum : 0.0f);
+      } else {
+        const std::int64_t at = static_cast<std::int64_t>(partial + token - q_begin) * call.num_heads + head;
+        write_row(DType::f32, call.partial_out, at * d, d, o, sum > 0.0f ? 1.0f / sum : 0.0f);
+        call.partial_lse[at] = lse;
+      }
+    }
+  }
+};
+
+template <class Product>
+void attend_with(const AttentionCall& call, const AttentionTask& task, AttentionScratch& scratch) {
+  Attention<Product>{call, task, scratch}.run();
+}
+
+void attend(const AttentionCall& call, const AttentionTask& task, AttentionScratch& scratch) {
+  switch (call.kv_dtype) {
+    case DType::f32:
+      return attend_with<FloatProduct<TileF32>>(call, task, scratch);
+    case DType::f16:
+      return attend_with<FloatProduct<TileF16>>(call, task, scratch);
+    case DType::bf16:
+#if CHUNKSERVE_ISA_LEVEL >= 3
+      if (call.q_dtype == DType::bf16) return attend_with<Bf16Product>(call, task, scratch);
+#endif
+      return attend_with<FloatProduct<TileBf16>>(call, task, scratch);
+  }
+}
+
+void merge(const AttentionCall& call, std::int32_t row) {
+  const std::int32_t* partials = call.row_partials + call.row_partial_indptr[row];
+  const int n = call.row_partial_indptr[row + 1] - call.row_partial_indptr[row];
+  const int d = call.head_dim;
+  float o[kMaxHeadDim];
+  for (int head = 0; head < call.num_heads; ++head) {
+    float top = -kInf;
+    for (int i = 0; i < n; ++i) {
+      top = max_float(top, call.partial_lse[static_cast<std::int64_t>(partials[i]) * call.num_heads + head]);
+    }
+    for (int j = 0; j < d; ++j) o[j] = 0.0f;
+    float sum = 0.0f;
+    for (int i = 0; i < n; ++i) {
+      const std::int64_t at = static_cast<std::int64_t>(partials[i]) * call.num_heads + head;
+      const float lse = call.partial_lse[at];
+      if (lse == -kInf) continue;  // an empty partial; what its output holds is nobody's
+      const float weight = exp2_scalar((lse - top) * kLog2e);
+      const float* part = call.partial_out + at * d;
+      for (int j = 0; j < d; ++j) o[j] += weight * part[j];
+      sum += weight;
+    }
+    const float lse = top + kLn2 * __builtin_log2f(sum);
+    write_row(call.q_dtype, call.out, (static_cast<std::int64_t>(row) * call.num_heads + head) * d, d, o,
+              sum > 0.0f ? sink_share(call, head, lse) / sum : 0.0f);
+  }
+}
+
+}  // namespace
+
+const AttentionKernels attention_kernels = {attend, merge};
+
+}  // namespace chunkserve::CHUNKSERVE_ISA

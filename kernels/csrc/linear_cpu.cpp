@@ -1,0 +1,159 @@
+// Packed weights and their products: checks of tensors, packing, splitting over threads.
+#include <nanobind/nanobind.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <new>
+#include <optional>
+
+#include "isa.h"
+#include "linear_cpu_kernels.h"
+#include "tensor.h"
+#include "thread_pool.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace chunkserve {
+namespace {
+
+constexpr const LinearKernels* kLevels[kNumIsas] = {
+    &portable::linear_kernels,
+#if defined(CHUNKSERVE_X86)
+    &avx2::linear_kernels,
+    &avx512::linear_kernels,
+    &avx512_bf16::linear_kernels,
+#endif
+};
+
+const LinearKernels& kernels_in_force() { return *kLevels[static_cast<int>(current_isa())]; }
+
+long panels_of(long n) { return (n + kLinearPanel - 1) / kLinearPanel; }
+long panel_elements(long k) { return (k + k % 2) * kLinearPanel; }
+
+// Element (column, k) of a panel is at k * 16 + column for fp32, k / 2 * 32 + column * 2 + k % 2 for bf16.
+template <class T, int Neighbours>
+void pack_panel(const T* weight, long n, long k, long panel, T* packed) {
+  T* out = packed + panel * panel_elements(k);
+  std::fill_n(out, panel_elements(k), T{});
+  for (long column = 0; column < std::min<long>(kLinearPanel, n - panel * kLinearPanel); ++column) {
+    const T* row = weight + (panel * kLinearPanel + column) * k;
+    T* lane = out + column * Neighbours;
+    for (long i = 0; i < k; ++i) lane[i / Neighbours * Neighbours * kLinearPanel + i % Neighbours] = row[i];
+  }
+}
+
+// weight [n, k] -> packed [panels of 16 columns, k rounded up to even * 16], same dtype.
+void pack_linear(const TensorArg& weight_arg, const TensorArg& packed_arg) {
+  const Tensor weight("weight", weight_arg, 2);
+  const Tensor packed("packed", packed_arg, 2);
+  const long n = weight.shape[0], k = weight.shape[1];
+  packed.require_shape({panels_of(n), panel_elements(k)}, {&weight});
+  packed.require_dtype(weight);
+  nb::gil_scoped_release release;
+  parallel_for(static_cast<int>(panels_of(n)), [&](int panel, int) {
+    if (weight.dtype == DType::f32) {
+      pack_panel<float, 1>(weight.as<float>(), n, k, panel, packed.as<float>());
+    } else {
+      pack_panel<std::uint16_t, 2>(weight.as<std::uint16_t>(), n, k, panel, packed.as<std::uint16_t>());
+    }
+  });
+}
+
+// Memory that only grows.
+class Scratch {
+ public:
+  char* at_least(std::size_t bytes) {
+    if (bytes > size_) {
+      size_ = (bytes + kPage - 1) / kPage * kPage;
+      memory_.reset(static_cast<char*>(std::aligned_alloc(kPage, size_)));
+      if (!memory_) throw std::bad_alloc();
+    }
+    return memory_.get();
+  }
+
+ private:
+  static constexpr std::size_t kPage = 4096;
+  struct Free {
+    void operator()(char* p) const { std::free(p); }
+  };
+  std::unique_ptr<char, Free> memory_;
+  std::size_t size_ = 0;
+};
+
+// Activations are copied once per call into tiles; below this many elements the caller does it alone.
+constexpr long kParallelPackElements = 32768;
+// Tasks per thread at least, so that uneven threads end together; panels per task at most.
+constexpr long kTasksPerThread = 8;
+constexpr long kMaxTaskPanels = 16;
+
+void linear_rows(LinearJob job, const LinearKernels& kernels) {
+  const int tile_rows = job.weight_dtype == DType::f32 ? kernels.max_tile_rows_f32 : kernels.max_tile_rows_bf16;
+  const int num_tiles = static_cast<int>((job.num_rows + tile_rows - 1) / tile_rows);
+  if (job.num_rows * job.k < kParallelPackElements) {
+    for (int tile = 0; tile < num_tiles; ++tile) kernels.pack_tile(job, tile, num_tiles);
+  } else {
+    parallel_for(num_tiles, [&](int tile, int) { kernels.pack_tile(job, tile, num_tiles); });
+  }
+  const long panels = panels_of(job.n);
+  const long wanted = panels / (num_threads() * kTasksPerThread) / 2 * 2;
+  const long task_panels = std::clamp<long>(wanted, 2, kMaxTaskPanels);
+  parallel_for(static_cast<int>((panels + task_panels - 1) / task_panels), [&](int task, int) {
+    const long first = task * task_panels;
+    kernels.multiply(job, num_tiles, first, std::min(first + task_panels, panels));
+  });
+}
+
+// out [t, n] = x [t, k] W^T + bias, W packed by pack_linear.
+void linear(const TensorArg& x_arg, const TensorArg& packed_arg, const std::optional<TensorArg>& bias_arg,
+            const TensorArg& out_arg) {
+  const Tensor x("x", x_arg, 2);
+  const Tensor packed("packed", packed_arg, 2);
+  const Tensor out("out", out_arg, 2);
+  const long t = x.shape[0], k = x.shape[1], n = out.shape[1];
+  out.require_shape({t, n}, {&x});
+  packed.require_shape({panels_of(n), panel_elements(k)}, {&x, &out});
+  const float* bias = nullptr;
+  if (bias_arg) {
+    const Tensor b("bias", *bias_arg, 1);
+    b.require_shape({n}, {&out});
+    b.require_dtype(DType::f32);
+    bias = b.as<float>();
+  }
+  if (t == 0 || n == 0) return;
+
+  nb::gil_scoped_release release;
+  const LinearKernels& kernels = kernels_in_force();
+  const long num_blocks = (t + kLinearMaxRows - 1) / kLinearMaxRows;
+  const long k_padded = (k + kLinearBlockK - 1) / kLinearBlockK * kLinearBlockK;
+  static thread_local Scratch scratch;
+  char* packed_x = scratch.at_least(std::min<long>(t, kLinearMaxRows) * k_padded * sizeof(float));
+  for (long block = 0; block < num_blocks; ++block) {
+    const long first = block * t / num_blocks;
+    linear_rows({.x = x.row(first),
+                 .x_dtype = x.dtype,
+                 .weight = packed.data,
+                 .weight_dtype = packed.dtype,
+                 .bias = bias,
+                 .out = out.row(first),
+                 .out_dtype = out.dtype,
+                 .num_rows = (block + 1) * t / num_blocks - first,
+                 .n = n,
+                 .k = k,
+                 .packed_x = packed_x},
+                kernels);
+  }
+}
+
+}  // namespace
+
+void register_linear(nb::module_& m) {
+  m.def("pack_linear", &pack_linear, "weight"_a, "packed"_a);
+  m.def("linear", &linear, "x"_a, "packed"_a, "bias"_a.none(), "out"_a);
+  m.attr("LINEAR_PANEL") = kLinearPanel;
+}
+
+}  // namespace chunkserve

@@ -1,0 +1,324 @@
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+"""The kernels of the Triton backend: segment, merge, append, grow. Python in syntax only.
+
+Every kernel runs on a fixed grid and learns from device memory how much there is to do, so a CUDA graph captured once
+stays valid; programs beyond the work do nothing. All of them read one int32 array (`staged`): a header that says where
+the sections of the plan begin, then the plan as it is, then the tasks of each tile class (triton_plan.py writes it).
+
+Logits are kept in base 2: a partial result is (O normalised, lse_log2), both fp32, identity (0, -inf).
+Offsets into q, K, V, the output and the partials are 64-bit. Source: ChunkAttention section 3.2 (arXiv 2402.15220).
+"""
+
+import triton
+import triton.language as tl
+
+# Header fields of `staged`: counts, and where each section begins.
+NUM_ROWS = tl.constexpr(0)
+ROW_POS = tl.constexpr(1)
+WRITE_SLOT = tl.constexpr(2)
+WRITE_OFFSET = tl.constexpr(3)
+ROW_PARTIAL_INDPTR = tl.constexpr(4)
+ROW_PARTIALS = tl.constexpr(5)
+ITEM_Q_BEGIN = tl.constexpr(6)
+ITEM_Q_END = tl.constexpr(7)
+ITEM_KV_BEGIN = tl.constexpr(8)
+ITEM_KV_LEN = tl.constexpr(9)
+ITEM_PARTIAL = tl.constexpr(10)
+ITEM_CHUNK_INDPTR = tl.constexpr(11)
+CHUNK_SLOTS = tl.constexpr(12)
+TAIL_ITEMS = tl.constexpr(13)
+TASKS = tl.constexpr(14)  # a count and a place for each tile class
+HEADER_SIZE = tl.constexpr(20)
+MAX_CLASSES = tl.constexpr(3)
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def segment_kernel(
+    q,  # [T, H, D]
+    k,  # [S, G, C, D]
+    v,  # [S, G, C, D]
+    out,  # [T, H, D], contiguous
+    partial_out,  # [P, H, D] fp32
+    partial_lse_log2,  # [P, H] fp32
+    staged,
+    alibi_slopes,  # [H] fp32, or anything without HAS_ALIBI
+    sinks,  # [H] fp32, or anything without HAS_SINKS
+    q_token_stride,
+    q_head_stride,
+    logit_scale,  # scale * log2(e); with a soft-cap 2 * log2(e) * scale / softcap
+    softcap_log2,  # softcap * log2(e)
+    window,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    CHUNK: tl.constexpr,
+    TILE_CLASS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    STAGES: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    SPLIT_MASK: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Attention of a tile of rows over the keys of one item, for one KV head; grid (programs,).
+
+    A row is (query token, query head of the group). A task is (item, tile of its rows); KV heads vary fastest.
+    SPLIT_MASK runs keys that every row sees in a loop of their own, without masks; worth it for many rows.
+    """
+    # The interpreter multiplies the bit patterns of bf16.
+    UPCAST: tl.constexpr = INTERPRETED and q.dtype.element_ty == tl.bfloat16
+    num_heads: tl.constexpr = NUM_KV_HEADS * GROUP
+    num_tasks = tl.load(staged + TASKS + 2 * TILE_CLASS) * NUM_KV_HEADS
+    tasks = staged + tl.load(staged + TASKS + 2 * TILE_CLASS + 1)
+    offs_m = tl.arange(0, BLOCK_M)
+    offs_n = tl.arange(0, BLOCK_N)
+    offs_d = tl.arange(0, BLOCK_D)
+    in_head = offs_d < HEAD_DIM
+    in_block = offs_n[:, None] * HEAD_DIM + offs_d[None, :]  # [N, D]
+    for task in range(tl.program_id(0), num_tasks, tl.num_programs(0)):
+        kv_head = task % NUM_KV_HEADS
+        item = tl.load(tasks + task // NUM_KV_HEADS * 2)
+        tile = tl.load(tasks + task // NUM_KV_HEADS * 2 + 1)
+        # The places of the sections are read again for each task: kept, they would cost registers in the loop below.
+        q_begin = tl.load(staged + tl.load(staged + ITEM_Q_BEGIN) + item)
+        num_rows = (tl.load(staged + tl.load(staged + ITEM_Q_END) + item) - q_begin) * GROUP
+        kv_begin = tl.load(staged + tl.load(staged + ITEM_KV_BEGIN) + item)
+        kv_len = tl.load(staged + tl.load(staged + ITEM_KV_LEN) + item)
+        partial = tl.load(staged + tl.load(staged + ITEM_PARTIAL) + item)
+        slots = staged + tl.load(staged + CHUNK_SLOTS) + tl.load(staged + tl.load(staged + ITEM_CHUNK_INDPTR) + item)
+
+        # Rows past the end repeat the last one and are not stored, so they cannot widen the range of keys.
+        row = tile * BLOCK_M + offs_m  # [M]
+        in_tile = row < num_rows
+        row = tl.minimum(row, num_rows - 1)
+        token = row // GROUP
+        head = kv_head * GROUP + row % GROUP
+        # Position of each row's own key, counted from the item's first key: the last one it sees.
+        own_key = tl.load(staged + tl.load(staged + ROW_POS) + q_begin + token) - kv_begin  # [M]
+        q_offset = (q_begin + token).to(tl.int64) * q_token_stride + head.to(tl.int64) * q_head_stride
+        q_tile = tl.load(q + q_offset[:, None] + offs_d[None, :], mask=in_head[None, :], other=0.0)  # [M, D]
+        if UPCAST:
+            q_tile = q_tile.to(tl.float32)
+        if HAS_ALIBI:
+            slope = tl.load(alibi_slopes + head) * LOG2_E  # [M]
+
+        # Keys [first, last) are seen by some row, [full_first, full_last) by all.
+        last_key = tl.minimum(own_key, kv_len - 1)
+        last = tl.max(last_key, 0) + 1
+        full_last = tl.min(last_key, 0) + 1
+        first = 0
+        full_first = 0
+        if HAS_WINDOW:
+            first_key = own_key - window + 1
+            first = tl.maximum(tl.min(first_key, 0), 0)
+            full_first = tl.max(first_key, 0)
+
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        # Blocks [border[0], border[1]) begin before a row's window, the next ones are seen by all rows, the rest is
+        # masked again. Always in this order, so that a row's sums do not depend on its neighbours.
+        first_block = first // BLOCK_N
+        last_block = tl.cdiv(last, BLOCK_N)
+        full_begin = first_block
+        full_end = first_block
+        if SPLIT_MASK:
+            if HAS_WINDOW:
+                full_begin = tl.minimum(tl.maximum(tl.cdiv(full_first, BLOCK_N), first_block), last_block)
+            full_end = tl.minimum(tl.maximum(full_last // BLOCK_N, full_begin), last_block)
+        for phase in tl.static_range(3):
+            if phase == 0:
+                phase_begin, phase_end = first_block, full_begin
+            elif phase == 1:
+                phase_begin, phase_end = full_begin, full_end
+            else:
+                phase_begin, phase_end = full_end, last_block
+            if phase == 2 or (SPLIT_MASK and (phase == 1 or HAS_WINDOW)):
+                for block in tl.range(phase_begin, phase_end, num_stages=STAGES):
+                    begin = block * BLOCK_N
+                    key = begin + offs_n  # [N]
+                    if CHUNK % BLOCK_N == 0:
+                        # In assembly, hidden from the pipeliner: it would stage the slots, and K and V one step less.
+                        at_slot = slots + begin // CHUNK
+                        if INTERPRETED:
+                            slot = tl.load(at_slot)
+                        else:
+                            slot = tl.inline_asm_elementwise(
+                                "ld.global.nc.s32 $0, [$1];", "=r,l", [at_slot], dtype=tl.int32, is_pure=True, pack=1
+                            )
+                        kv_offset = (slot.to(tl.int64) * NUM_KV_HEADS + kv_head) * (CHUNK * HEAD_DIM)
+                        kv_offset += begin % CHUNK * HEAD_DIM
+                        k_block = k + kv_offset + in_block  # [N, D]
+                        v_block = v + kv_offset + in_block
+                    else:
+                        slots_of_keys = tl.load(slots + key // CHUNK, mask=key < last, other=0).to(tl.int64)
+                        kv_offset = ((slots_of_keys * NUM_KV_HEADS + kv_head) * CHUNK + key % CHUNK) * HEAD_DIM  # [N]
+                        k_block = k + kv_offset[:, None] + offs_d[None, :]
+                        v_block = v + kv_offset[:, None] + offs_d[None, :]
+                    # Keys that no row sees may hold NaN: K is masked in the logits, V here, because 0 * NaN is NaN.
+                    wanted = in_head[None, :]
+                    k_tile = tl.load(k_block, mask=wanted, other=0.0)
+                    if phase != 1:
+                        wanted = wanted & (key < last)[:, None]
+                        if HAS_WINDOW:
+                            wanted = wanted & (key >= first)[:, None]
+                    v_tile = tl.load(v_block, mask=wanted, other=0.0)
+                    if UPCAST:
+                        k_tile = k_tile.to(tl.float32)
+                        v_tile = v_tile.to(tl.float32)
+                    logits = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * logit_scale  # [M, N]
+                    if HAS_SOFTCAP:
+                        # softcap * tanh(x), tanh by the exponential that the hardware has.
+                        logits = softcap_log2 * (1.0 - 2.0 / (tl.exp2(logits) + 1.0))
+                    if HAS_ALIBI:
+                        logits += slope[:, None] * (key[None, :] - own_key[:, None]).to(tl.float32)
+                    if phase != 1:
+                        seen = key[None, :] <= last_key[:, None]
+                        if HAS_WINDOW:
+                            seen = seen & (key[None, :] >= first_key[:, None])
+                        logits = tl.where(seen, logits, float("-inf"))
+                    new_top = tl.maximum(top, tl.max(logits, 1))
+                    # A row that has seen no key yet: -inf minus -inf is NaN.
+                    shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+                    weight = tl.exp2(logits - shift[:, None])
+                    decay = tl.exp2(top - shift)
+                    total = total * decay + tl.sum(weight, 1)
+                    acc = tl.dot(weight.to(v_tile.dtype), v_tile, acc * decay[:, None], input_precision="ieee")
+                    top = new_top
+
+        stored = in_tile[:, None] & in_head[None, :]
+        if partial >= 0:
+            total_or_one = tl.where(total > 0, total, 1.0)
+            partial_row = (partial + token).to(tl.int64) * num_heads + head
+            partial_tile = partial_out + partial_row[:, None] * HEAD_DIM + offs_d[None, :]
+            tl.store(partial_tile, acc / total_or_one[:, None], mask=stored)
+            lse_log2 = tl.where(total > 0, top + tl.log2(total_or_one), float("-inf"))
+            tl.store(partial_lse_log2 + partial_row, lse_log2, mask=in_tile)
+        else:
+            if HAS_SINKS:
+                sink = tl.load(sinks + head) * LOG2_E
+                new_top = tl.maximum(top, sink)
+                decay = tl.exp2(top - new_top)
+                total = total * decay + tl.exp2(sink - new_top)
+                acc = acc * decay[:, None]
+            total = tl.where(total > 0, total, 1.0)
+            out_row = (q_begin + token).to(tl.int64) * num_heads + head
+            out_tile = out + out_row[:, None] * HEAD_DIM + offs_d[None, :]
+            tl.store(out_tile, (acc / total[:, None]).to(out.dtype.element_ty), mask=stored)
+
+
+@triton.jit
+def merge_kernel(
+    partial_out,  # [P, H, D] fp32
+    partial_lse_log2,  # [P, H] fp32
+    out,  # [T, H, D], contiguous
+    staged,
+    sinks,  # [H] fp32, or anything without HAS_SINKS
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):
+    """Merge the partials of each row in plan order, whoever finished first; grid (programs,).
+
+    Rows without partials were written by their item.
+    """
+    head_blocks: tl.constexpr = (NUM_HEADS + BLOCK_H - 1) // BLOCK_H
+    num_tasks = tl.load(staged + NUM_ROWS) * head_blocks
+    row_partial_indptr = staged + tl.load(staged + ROW_PARTIAL_INDPTR)
+    row_partials = staged + tl.load(staged + ROW_PARTIALS)
+    offs_d = tl.arange(0, BLOCK_D)
+    for task in range(tl.program_id(0), num_tasks, tl.num_programs(0)):
+        token = task // head_blocks
+        head = task % head_blocks * BLOCK_H + tl.arange(0, BLOCK_H)  # [BLOCK_H]
+        in_row = head < NUM_HEADS
+        stored = in_row[:, None] & (offs_d < HEAD_DIM)[None, :]
+        begin = tl.load(row_partial_indptr + token)
+        end = tl.load(row_partial_indptr + token + 1)
+        if begin < end:
+            if HAS_SINKS:
+                top = tl.load(sinks + head, mask=in_row, other=0.0) * LOG2_E
+                total = tl.full([BLOCK_H], 1.0, tl.float32)
+            else:
+                top = tl.full([BLOCK_H], float("-inf"), tl.float32)
+                total = tl.zeros([BLOCK_H], tl.float32)
+            acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
+            for i in range(begin, end):
+                row = tl.load(row_partials + i).to(tl.int64) * NUM_HEADS + head
+                lse = tl.load(partial_lse_log2 + row, mask=in_row, other=float("-inf"))
+                part = tl.load(partial_out + row[:, None] * HEAD_DIM + offs_d[None, :], mask=stored, other=0.0)
+                new_top = tl.maximum(top, lse)
+                shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+                decay = tl.exp2(top - shift)
+                weight = tl.exp2(lse - shift)
+                total = total * decay + weight
+                acc = acc * decay[:, None] + part * weight[:, None]
+                top = new_top
+            total = tl.where(total > 0, total, 1.0)
+            out_row = tl.full([BLOCK_H], token, tl.int64) * NUM_HEADS + head
+            tl.store(
+                out + out_row[:, None] * HEAD_DIM + offs_d[None, :],
+                (acc / total[:, None]).to(out.dtype.element_ty),
+                mask=stored,
+            )
+
+
+@triton.jit
+def append_kernel(
+    k,  # [T, G, D]
+    v,  # [T, G, D]
+    k_pool,  # [S, G, C, D]
+    v_pool,  # [S, G, C, D]
+    staged,
+    k_token_stride,
+    k_head_stride,
+    v_token_stride,
+    v_head_stride,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Write each new token's K and V to its place in the pool; grid (programs,). A row is (token, KV head)."""
+    num_rows = tl.load(staged + NUM_ROWS) * NUM_KV_HEADS
+    write_slot = staged + tl.load(staged + WRITE_SLOT)
+    write_offset = staged + tl.load(staged + WRITE_OFFSET)
+    offs_d = tl.arange(0, BLOCK_D)
+    for begin in range(tl.program_id(0) * BLOCK_R, num_rows, tl.num_programs(0) * BLOCK_R):
+        row = begin + tl.arange(0, BLOCK_R)
+        token = row // NUM_KV_HEADS
+        head = row % NUM_KV_HEADS
+        slot = tl.load(write_slot + token, mask=row < num_rows, other=-1).to(tl.int64)
+        written = slot >= 0
+        offset = tl.load(write_offset + token, mask=written, other=0)
+        to = (((slot * NUM_KV_HEADS + head) * CHUNK + offset) * HEAD_DIM)[:, None] + offs_d[None, :]
+        valid = written[:, None] & (offs_d < HEAD_DIM)[None, :]
+        token = token.to(tl.int64)
+        k_from = (token * k_token_stride + head * k_head_stride)[:, None] + offs_d[None, :]
+        v_from = (token * v_token_stride + head * v_head_stride)[:, None] + offs_d[None, :]
+        tl.store(k_pool + to, tl.load(k + k_from, mask=valid), mask=valid)
+        tl.store(v_pool + to, tl.load(v + v_from, mask=valid), mask=valid)
+
+
+@triton.jit
+def grow_kernel(staged, steps, BLOCK: tl.constexpr):
+    """Move a staged plan on by `steps` decoded tokens per sequence, as AttentionPlan.grow does; grid (programs,)."""
+    num_rows = tl.load(staged + NUM_ROWS)
+    for begin in range(tl.program_id(0) * BLOCK, num_rows, tl.num_programs(0) * BLOCK):
+        row = begin + tl.arange(0, BLOCK)
+        valid = row < num_rows
+        row_pos = staged + tl.load(staged + ROW_POS) + row
+        tl.store(row_pos, tl.load(row_pos, mask=valid) + steps, mask=valid)
+        write_offset = staged + tl.load(staged + WRITE_OFFSET) + row
+        tl.store(write_offset, tl.load(write_offset, mask=valid) + steps, mask=valid)
+        tail = tl.load(staged + tl.load(staged + TAIL_ITEMS) + row, mask=valid, other=0)
+        kv_len = staged + tl.load(staged + ITEM_KV_LEN) + tail
+        tl.store(kv_len, tl.load(kv_len, mask=valid) + steps, mask=valid)

@@ -1,0 +1,140 @@
+"""From a model folder and a few sizes to an engine that runs; what `auto` means is decided here."""
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from chunkserve.kernels import cpu_ops
+from chunkserve.kernels.dispatch import AttentionProblem, select_backend
+from chunkserve.kernels.plan import PlanOptions
+
+from .engine import Emit, Engine, EngineConfig
+from .kv_store import KVStore, bytes_per_chunk
+from .model import Decoder
+from .model_runner import ModelRunner
+from .tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+# `auto` takes this share of the memory that is left, on CPUs no more than the limit: other programs live there too.
+_CPU_POOL_SHARE, _CPU_POOL_LIMIT_BYTES = 0.25, 2 << 30
+_GPU_POOL_SHARE = 0.85
+
+
+class BuildError(ValueError):
+    """A replica cannot be built as it is configured; the message names the knob."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaOptions:
+    """One replica: the model, where it runs, and its sizes. None stands for `auto`.
+
+    model: a model folder.
+    dtype: of weights, K and V; None is the type that the model is stored in.
+    device: "cpu" or "cuda"; None is cuda where there is one.
+    attention_backend: a name, or "auto".
+    num_threads: CPU threads of the model; None is all cores.
+    chunk_size: tokens per chunk.
+    pool_bytes, pool_chunks: size of the KV pool, one of them; None and None is a share of the free memory.
+    max_sequence_tokens: None is the model's context.
+    The others: see EngineConfig.
+    """
+
+    model: str
+    dtype: str | None = None
+    device: str | None = None
+    attention_backend: str = "auto"
+    num_threads: int | None = None
+    chunk_size: int = 64
+    pool_bytes: int | None = None
+    pool_chunks: int | None = None
+    max_sequence_tokens: int | None = None
+    max_running: int = 64
+    max_step_tokens: int = 512
+    max_waiting: int = 256
+    prefix_sharing: bool = True
+    retain_prefixes: bool = True
+
+
+def build_engine(options: ReplicaOptions, emit: Emit) -> Engine:
+    """Load the model, take the KV memory, and put an engine over them; it is not started yet.
+
+    Raises:
+        BuildError: a knob does not fit the model or the machine.
+        ModelError, BackendError: the model or the attention backend cannot be used.
+    """
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise BuildError("device is cuda; torch finds no CUDA device here")
+    num_threads = options.num_threads or len(os.sched_getaffinity(0))
+    torch.set_num_threads(num_threads)
+    cpu_ops.set_num_threads(num_threads)
+
+    folder = Path(options.model)
+    tokenizer = Tokenizer(folder)
+    max_tokens = options.max_sequence_tokens or tokenizer.max_context_tokens
+    if max_tokens > tokenizer.max_context_tokens:
+        raise BuildError(
+            f"max_sequence_tokens is {max_tokens}; the model's context has {tokenizer.max_context_tokens} tokens"
+        )
+    model = Decoder(folder, dtype=_dtype(options.dtype), device=device, max_tokens=max_tokens)
+    problem = model.problem(options.chunk_size)
+    backend = select_backend(problem, options.attention_backend)
+    chunk_bytes = bytes_per_chunk(problem, model.config.num_layers)
+    num_slots = _num_slots(options, device, chunk_bytes, max_tokens)
+    kv = KVStore(backend, problem, num_layers=model.config.num_layers, num_slots=num_slots)
+    logger.info(
+        "replica built model=%s device=%s dtype=%s backend=%s threads=%d chunks=%d pool_bytes=%d",
+        folder.name, device, model.dtype, backend.name, num_threads, num_slots, num_slots * chunk_bytes,
+    )  # fmt: skip
+    return Engine(
+        runner=ModelRunner(model, kv),
+        tokenizer=tokenizer,
+        config=EngineConfig(
+            chunk_size=options.chunk_size,
+            num_slots=num_slots,
+            chunk_bytes=chunk_bytes,
+            max_sequence_tokens=max_tokens,
+            max_running=options.max_running,
+            max_step_tokens=options.max_step_tokens,
+            max_waiting=options.max_waiting,
+            prefix_sharing=options.prefix_sharing,
+            retain_prefixes=options.retain_prefixes,
+            eos_token_ids=model.config.eos_token_ids,
+            plan=_plan_options(options, device, num_threads, problem),
+        ),
+        emit=emit,
+    )
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    return None if name is None else getattr(torch, name)
+
+
+def _plan_options(options: ReplicaOptions, device: str, num_threads: int, problem: AttentionProblem) -> PlanOptions:
+    workers = num_threads
+    if device == "cuda":
+        workers = torch.cuda.get_device_properties(0).multi_processor_count
+    return PlanOptions(share=options.prefix_sharing, num_workers=workers, heads_per_worker_item=problem.num_kv_heads)
+
+
+def _num_slots(options: ReplicaOptions, device: str, chunk_bytes: int, max_tokens: int) -> int:
+    if options.pool_chunks is not None:
+        return options.pool_chunks
+    needed = -(-max_tokens // options.chunk_size)
+    if options.pool_bytes is not None:
+        if options.pool_bytes < needed * chunk_bytes:
+            raise BuildError(
+                f"kv_pool_bytes is {options.pool_bytes}; one sequence of max_sequence_tokens {max_tokens} takes "
+                f"{needed * chunk_bytes} bytes: raise kv_pool_bytes or lower max_sequence_tokens"
+            )
+        return options.pool_bytes // chunk_bytes
+    if device == "cuda":
+        free = int(torch.cuda.mem_get_info()[0] * _GPU_POOL_SHARE)
+    else:
+        free = min(int(psutil.virtual_memory().available * _CPU_POOL_SHARE), _CPU_POOL_LIMIT_BYTES)
+    return max(free // chunk_bytes, needed)

@@ -1,0 +1,465 @@
+"""The loop of a replica: schedule, plan, run, sample, commit, and text to whoever asked. One thread owns all of it."""
+
+import logging
+import queue
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from chunkserve.kernels.plan import AttentionPlan, PlanOptions
+
+from .chunk_pool import ChunkPool
+from .planner import Planner
+from .prefix_tree import PrefixTree
+from .protocol import (
+    FinishReason,
+    ReplicaError,
+    ReplicaLoad,
+    ReplicaOverloaded,
+    Request,
+    RequestRefused,
+    TokenEvent,
+    TokenLogprob,
+)
+from .sampler import Sampled, SampleRow, sample
+from .scheduler import Batch, Scheduler
+from .sequence import Sequence
+from .tokenizer import Detokenizer, StopStrings, Tokenizer
+
+logger = logging.getLogger(__name__)
+
+# What a step has for its requests: pairs of request_id and event, in order. Called on the engine's thread.
+Emit = Callable[[list[tuple[str, TokenEvent]]], None]
+
+
+class Runner(Protocol):
+    """Computes a step; see ModelRunner."""
+
+    def run(self, batch: Batch, plan: AttentionPlan) -> Tensor: ...
+
+
+class EngineStopped(ReplicaError):
+    """The engine's loop has ended, by a fault or by `stop`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Sizes and limits of one replica.
+
+    chunk_size: tokens per chunk.
+    num_slots: chunks that the pool holds.
+    chunk_bytes: K and V of one chunk over all layers, for reports.
+    max_sequence_tokens: prompt and completion together.
+    max_running: sequences in one step.
+    max_step_tokens: tokens in one step.
+    max_waiting: sequences that may wait; more are refused as overload.
+    prefix_sharing: share chunks between sequences.
+    retain_prefixes: keep chunks after their last sequence.
+    eos_token_ids: end a completion.
+    plan: how steps are cut into work items.
+    """
+
+    chunk_size: int
+    num_slots: int
+    chunk_bytes: int
+    max_sequence_tokens: int
+    max_running: int
+    max_step_tokens: int
+    max_waiting: int
+    prefix_sharing: bool = True
+    retain_prefixes: bool = True
+    eos_token_ids: frozenset[int] = frozenset()
+    plan: PlanOptions = field(default_factory=PlanOptions)
+
+
+@dataclass(slots=True, eq=False)
+class _Stream:
+    """A sequence on its way to becoming text."""
+
+    sequence: Sequence
+    detokenizer: Detokenizer
+    stop: StopStrings
+    seed: int
+
+
+class Engine:
+    """One replica's engine. `submit`, `cancel`, `ping` and `load` may be called from any thread.
+
+    Args:
+        runner: computes the steps.
+        tokenizer: used by the engine's thread alone.
+        config: sizes and limits.
+        emit: gets the events of a step; must not block.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        *,
+        runner: Runner,
+        tokenizer: Tokenizer,
+        config: EngineConfig,
+        emit: Emit,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        capacity = config.num_slots * config.chunk_size
+        if capacity < config.max_sequence_tokens:
+            raise ValueError(
+                f"the KV pool holds {config.num_slots} chunks of {config.chunk_size} tokens, {capacity} in all; "
+                f"a sequence may have {config.max_sequence_tokens} (max_sequence_tokens; or raise kv_pool_bytes)"
+            )
+        self.config = config
+        self._runner = runner
+        self._tokenizer = tokenizer
+        self._emit = emit
+        self._clock = clock
+        self._tree = PrefixTree(
+            ChunkPool(config.num_slots), config.chunk_size, share=config.prefix_sharing, retain=config.retain_prefixes
+        )
+        self._scheduler = Scheduler(self._tree, max_running=config.max_running, max_step_tokens=config.max_step_tokens)
+        self._planner = Planner(config.chunk_size, config.plan)
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._streams: dict[str, list[_Stream]] = {}  # by request_id; unfinished choices
+        self._arrivals = 0
+        self._lock = threading.Lock()
+        self._num_open = 0  # unfinished sequences, those in the inbox included; guarded by the lock
+        self._thread: threading.Thread | None = None
+        self._fault: BaseException | None = None
+        self._stopping = False
+        self._closed = False  # nothing is taken from the inbox any more; guarded by the lock
+        self._last_turn_s = clock()
+        self._num_steps = 0
+        self._computed_prompt_tokens = 0
+        self._cached_prompt_tokens = 0
+        self._generated_tokens = 0
+        self._cancelled = 0
+        self._finished: Counter[FinishReason] = Counter()
+
+    # -- from any thread -----------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the loop after its current step; what is unfinished gets an error event."""
+        self._stopping = True
+        self._inbox.put(None)
+        if self._thread is not None:
+            self._thread.join()
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; its events come through `emit`.
+
+        Raises:
+            RequestRefused: it can never be served here.
+            ReplicaOverloaded: too many wait.
+            EngineStopped: the loop has ended.
+        """
+        prompt, wanted = len(request.prompt_token_ids), request.sampling.max_tokens
+        if prompt == 0:
+            raise RequestRefused("the prompt has no tokens", "prompt")
+        if wanted < 1:
+            raise RequestRefused(f"max_tokens is {wanted}; at least 1 is served", "max_tokens")
+        if prompt + wanted > self.config.max_sequence_tokens:
+            raise RequestRefused(
+                f"prompt has {prompt} tokens and max_tokens is {wanted}, {prompt + wanted} in all; replica allows "
+                f"{self.config.max_sequence_tokens} (max_sequence_tokens)",
+                "max_tokens",
+            )
+        with self._lock:
+            self._check_alive()
+            waiting = self._num_open - len(self._scheduler.running)
+            if waiting + request.n > self.config.max_waiting + self.config.max_running:
+                raise ReplicaOverloaded(
+                    f"{waiting} sequences wait, {request.n} more would pass the limit of {self.config.max_waiting} "
+                    "(max_waiting_requests)"
+                )
+            self._num_open += request.n
+            self._inbox.put(lambda: self._begin(request))
+
+    def cancel(self, request_id: str) -> None:
+        """Drop a request wherever it is; nothing happens if it has ended."""
+        self._inbox.put(lambda: self._cancel(request_id))
+
+    def ping(self, timeout_s: float) -> None:
+        """Wait until the loop goes round.
+
+        Raises:
+            EngineStopped: it has ended.
+            TimeoutError: it did not within timeout_s.
+        """
+        answered = threading.Event()
+        with self._lock:
+            self._check_alive()
+            self._inbox.put(answered.set)
+        if not answered.wait(timeout_s):
+            self._check_alive()
+            raise TimeoutError(f"the engine's loop has not come round for {self._turn_age_s():.1f} s")
+
+    def clear_prefixes(self) -> None:
+        """Forget all chunks that nobody uses."""
+        self._inbox.put(lambda: logger.info("prefixes cleared chunks=%d", self._tree.clear()))
+
+    def load(self) -> ReplicaLoad:
+        with self._lock:
+            running = len(self._scheduler.running)
+            waiting = max(0, self._num_open - running)
+        return ReplicaLoad(
+            running_sequences=running,
+            waiting_sequences=waiting,
+            chunks_total=self.config.num_slots,
+            chunks_in_use=self._tree.num_nodes - self._tree.num_idle,
+            chunks_retained=self._tree.num_idle,
+            chunk_bytes=self.config.chunk_bytes,
+            steps=self._num_steps,
+            last_step_age_s=self._turn_age_s() if self._num_open else 0.0,
+            computed_prompt_tokens=self._computed_prompt_tokens,
+            cached_prompt_tokens=self._cached_prompt_tokens,
+            generated_tokens=self._generated_tokens,
+            preemptions=self._scheduler.num_preemptions,
+            cancelled_requests=self._cancelled,
+            finished=dict(self._finished),
+        )
+
+    # -- on the engine's thread ----------------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """One iteration; False if there was nothing to compute."""
+        batch = self._scheduler.schedule()
+        if batch is None:
+            assert not self._scheduler.waiting, "sequences wait, and nothing runs that they could wait for"
+            return False
+        plan = self._planner.plan(batch)
+        logits = self._runner.run(batch, plan)
+        streams = [self._stream_of(row.sequence) for row in batch.rows if row.samples]
+        sampled = sample(logits, [_sample_row(stream) for stream in streams]) if streams else []
+        self._count(batch)
+        self._scheduler.commit(
+            batch,
+            {s.sequence: one.token_id for s, one in zip(streams, sampled, strict=True) if one.token_id is not None},
+        )
+        events = [
+            (stream.sequence.request.request_id, self._advance(stream, one))
+            for stream, one in zip(streams, sampled, strict=True)
+        ]
+        self._num_steps += 1
+        if events:
+            self._emit(events)
+        return True
+
+    def check(self) -> None:
+        """Assert the invariants of tree, pool and scheduler; linear in the tree."""
+        self._scheduler.check()
+
+    def _loop(self) -> None:
+        try:
+            busy = False
+            while True:
+                self._take_messages(wait=not busy)
+                if self._stopping:
+                    break
+                busy = self.step()
+                self._last_turn_s = self._clock()
+                if not busy:
+                    self.check()
+        except BaseException as fault:
+            self._fault = fault
+            logger.exception("engine stopped unfinished=%d", self._num_open)
+        finally:
+            self._abandon()
+
+    def _take_messages(self, wait: bool) -> None:
+        """Carry out what other threads asked for; with `wait`, block until there is something."""
+        messages: Iterable[Callable[[], None] | None] = [self._inbox.get()] if wait else []
+        while True:
+            for message in messages:
+                if message is not None:
+                    message()
+            try:
+                messages = [self._inbox.get_nowait()]
+            except queue.Empty:
+                return
+
+    def _begin(self, request: Request) -> None:
+        if request.request_id in self._streams:
+            self._close_unknown(request, f"request_id {request.request_id} is in use")
+            return
+        seed = request.sampling.seed if request.sampling.seed is not None else random.getrandbits(63)
+        streams = []
+        for choice in range(request.n):
+            self._arrivals += 1
+            sequence = Sequence.begin(request, choice, self._arrivals)
+            stop = StopStrings(request.sampling.stop)
+            streams.append(_Stream(sequence, Detokenizer(self._tokenizer), stop, seed + choice))
+            self._scheduler.add(sequence)
+        self._streams[request.request_id] = streams
+
+    def _cancel(self, request_id: str) -> None:
+        streams = self._streams.get(request_id)
+        if not streams:
+            return
+        self._cancelled += 1
+        events = [(request_id, self._finish(stream, "cancelled")) for stream in list(streams)]
+        logger.info("request cancelled request_id=%s choices=%d", request_id, len(events))
+        self._emit(events)
+
+    def _stream_of(self, sequence: Sequence) -> _Stream:
+        streams = self._streams[sequence.request.request_id]
+        return next(stream for stream in streams if stream.sequence is sequence)
+
+    def _count(self, batch: Batch) -> None:
+        for row in batch.rows:
+            sequence = row.sequence
+            prompt_left = sequence.num_prompt - sequence.num_computed
+            if prompt_left <= 0 or sequence.num_generated:
+                continue
+            self._computed_prompt_tokens += min(prompt_left, row.num_tokens)
+            if not sequence.is_counted:
+                sequence.is_counted = True
+                self._cached_prompt_tokens += sequence.cached_tokens or 0
+
+    def _advance(self, stream: _Stream, sampled: Sampled) -> TokenEvent:
+        """What a new token means for its stream."""
+        if sampled.token_id is None:
+            return self._finish(stream, "error", error="the model's logits are not numbers")
+        self._generated_tokens += 1
+        params, token_id = stream.sequence.request.sampling, sampled.token_id
+        ends = token_id in params.stop_token_ids or (token_id in self.config.eos_token_ids and not params.ignore_eos)
+        text = "" if ends else stream.stop.add(stream.detokenizer.add(token_id))
+        logprobs = (self._logprob(sampled),) if params.logprobs is not None else ()
+        if ends or stream.stop.found:
+            return self._finish(stream, "stop", text=text, token_ids=(token_id,), logprobs=logprobs)
+        if stream.sequence.num_generated >= params.max_tokens:
+            return self._finish(stream, "length", text=text, token_ids=(token_id,), logprobs=logprobs)
+        return _event(stream, text=text, token_ids=(token_id,), logprobs=logprobs)
+
+    def _finish(
+        self,
+        stream: _Stream,
+        reason: FinishReason,
+        *,
+        text: str = "",
+        token_ids: tuple[int, ...] = (),
+        logprobs: tuple[TokenLogprob, ...] = (),
+        error: str | None = None,
+    ) -> TokenEvent:
+        """End a stream: its last event, and its chunks are free for others."""
+        if not stream.stop.found:
+            text += stream.stop.add(stream.detokenizer.finish())
+            text += stream.stop.finish()
+        sequence = stream.sequence
+        sequence.finish_reason = reason
+        event = _event(stream, text=text, token_ids=token_ids, logprobs=logprobs, finish_reason=reason, error=error)
+        with self._lock:
+            self._scheduler.remove(sequence)
+            self._num_open -= 1
+        self._finished[reason] += 1
+        request_id = sequence.request.request_id
+        self._streams[request_id].remove(stream)
+        if not self._streams[request_id]:
+            del self._streams[request_id]
+        return event
+
+    def _logprob(self, sampled: Sampled) -> TokenLogprob:
+        assert sampled.token_id is not None
+        assert sampled.logprob is not None
+        top = tuple(self._token_logprob(token_id, logprob) for token_id, logprob in sampled.top)
+        return self._token_logprob(sampled.token_id, sampled.logprob, top)
+
+    def _token_logprob(self, token_id: int, logprob: float, top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
+        raw = self._tokenizer.token_bytes(token_id)
+        return TokenLogprob(
+            token_id=token_id, text=raw.decode("utf-8", "replace"), bytes_=raw, logprob=logprob, top=top
+        )
+
+    def _abandon(self) -> None:
+        """The loop has ended: everything unfinished gets an error event, now and for what still lies in the inbox."""
+        reason = f"the engine has failed: {self._fault}" if self._fault else "the engine has stopped"
+        while True:
+            events = [
+                (request_id, self._finish(stream, "error", error=reason))
+                for request_id, streams in list(self._streams.items())
+                for stream in list(streams)
+            ]
+            if events:
+                self._emit(events)
+            with self._lock:
+                self._closed = not self._streams and self._inbox.empty()
+            if self._closed:
+                return
+            self._take_messages(wait=False)
+
+    def _close_unknown(self, request: Request, error: str) -> None:
+        """End a request that never became streams."""
+        with self._lock:
+            self._num_open -= request.n
+        self._emit(
+            [
+                (
+                    request.request_id,
+                    TokenEvent(
+                        choice=choice,
+                        text="",
+                        token_ids=(),
+                        finish_reason="error",
+                        prompt_tokens=len(request.prompt_token_ids),
+                        cached_tokens=0,
+                        completion_tokens=0,
+                        error=error,
+                    ),
+                )
+                for choice in range(request.n)
+            ]
+        )
+
+    def _check_alive(self) -> None:
+        if self._fault is not None:
+            raise EngineStopped(f"the engine has failed: {self._fault}")
+        if self._stopping or self._closed:
+            raise EngineStopped("the engine has stopped")
+
+    def _turn_age_s(self) -> float:
+        return self._clock() - self._last_turn_s
+
+
+def _sample_row(stream: _Stream) -> SampleRow:
+    params = stream.sequence.request.sampling
+    return SampleRow(
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        min_p=params.min_p,
+        seed=stream.seed,
+        position=len(stream.sequence.token_ids),
+        logprobs=params.logprobs,
+    )
+
+
+def _event(
+    stream: _Stream,
+    *,
+    text: str,
+    token_ids: tuple[int, ...],
+    logprobs: tuple[TokenLogprob, ...] = (),
+    finish_reason: FinishReason | None = None,
+    error: str | None = None,
+) -> TokenEvent:
+    sequence = stream.sequence
+    return TokenEvent(
+        choice=sequence.choice,
+        text=text,
+        token_ids=token_ids,
+        logprobs=logprobs,
+        finish_reason=finish_reason,
+        prompt_tokens=sequence.num_prompt,
+        cached_tokens=sequence.cached_tokens or 0,
+        completion_tokens=sequence.num_generated,
+        error=error,
+    )

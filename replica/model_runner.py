@@ -1,0 +1,42 @@
+"""Runs a step on this rank: batch and plan in, logits out."""
+
+import torch
+from torch import Tensor
+
+from chunkserve.kernels.plan import AttentionPlan
+
+from .kv_store import KVStore
+from .model import Decoder
+from .scheduler import Batch
+
+
+class ModelRunner:
+    """The model and its KV memory."""
+
+    def __init__(self, model: Decoder, kv: KVStore) -> None:
+        self.model = model
+        self.kv = kv
+
+    @torch.inference_mode()
+    def run(self, batch: Batch, plan: AttentionPlan) -> Tensor:
+        """Compute one step.
+
+        Returns:
+            [R, V] float32: logits of the rows that sample, in the batch's order.
+        """
+        self.kv.copy(batch.copies)
+        token_ids: list[int] = []
+        last_rows: list[int] = []
+        for row in batch.rows:
+            sequence = row.sequence
+            token_ids += sequence.token_ids[sequence.num_computed : row.end]
+            if row.samples:
+                last_rows.append(len(token_ids) - 1)
+        device = self.model.device
+        return self.model.forward(
+            torch.tensor(token_ids, device=device),
+            torch.from_numpy(plan.row_pos).to(device, torch.int64),
+            plan,
+            self.kv,
+            torch.tensor(last_rows, device=device, dtype=torch.int64),
+        )

@@ -1,0 +1,82 @@
+"""The Serve deployment around one engine: requests come in as records, events go out as they are made."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Sequence
+
+from ray import serve
+
+from .build import ReplicaOptions, build_engine
+from .engine import Engine
+from .protocol import ReplicaError, ReplicaLoad, Request, TokenEvent
+from .serve_ports import bind_to_node_address
+
+logger = logging.getLogger(__name__)
+
+
+class ReplicaActor:
+    """One copy of the model. Serve makes as many as `num_replicas` says.
+
+    Args:
+        options: the model and its sizes.
+        health_stall_s: the engine's loop must come round within this time, in seconds.
+    """
+
+    def __init__(self, options: ReplicaOptions, health_stall_s: float, log_level: str = "info") -> None:
+        logging.getLogger("chunkserve").setLevel(log_level.upper())
+        bind_to_node_address()
+        self._health_stall_s = health_stall_s
+        self._loop = asyncio.get_event_loop()
+        self._queues: dict[str, asyncio.Queue[TokenEvent]] = {}
+        self._engine: Engine = build_engine(options, self._emit)
+        self._engine.start()
+
+    async def generate(self, request: Request) -> AsyncGenerator[Sequence[TokenEvent], None]:
+        """Events of all choices, until each has its finish_reason; what has piled up comes in one item.
+
+        Ending the generator early cancels the request.
+
+        Raises:
+            RequestRefused, ReplicaOverloaded: before the first item.
+            EngineStopped: the engine has failed.
+        """
+        if request.request_id in self._queues:
+            raise ReplicaError(f"request_id {request.request_id} is in use")
+        events: asyncio.Queue[TokenEvent] = asyncio.Queue()
+        self._queues[request.request_id] = events
+        unfinished = request.n
+        try:
+            self._engine.submit(request)
+            while unfinished:
+                items = [await events.get()]
+                while not events.empty():
+                    items.append(events.get_nowait())
+                unfinished -= sum(item.finish_reason is not None for item in items)
+                yield items
+        finally:
+            del self._queues[request.request_id]
+            if unfinished:
+                self._engine.cancel(request.request_id)
+
+    async def load(self) -> tuple[str, ReplicaLoad]:
+        """This replica's name, and what it is doing."""
+        return serve.get_replica_context().replica_id.unique_id, self._engine.load()
+
+    async def check_health(self) -> None:
+        """Serve asks this too, and replaces the replica when it raises.
+
+        Raises:
+            EngineStopped: the engine has failed.
+            TimeoutError: its loop does not come round.
+        """
+        await asyncio.to_thread(self._engine.ping, self._health_stall_s)
+
+    def _emit(self, events: list[tuple[str, TokenEvent]]) -> None:
+        # One wake-up of the event loop per step, whatever the number of streams.
+        self._loop.call_soon_threadsafe(self._deliver, events)
+
+    def _deliver(self, events: list[tuple[str, TokenEvent]]) -> None:
+        for request_id, event in events:
+            queue = self._queues.get(request_id)
+            if queue is not None:
+                queue.put_nowait(event)

@@ -1,0 +1,407 @@
+"""All that one router knows: index, loads, costs. Live router and simulator drive the same object."""
+
+import logging
+import random
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+import numpy as np
+
+from chunkserve.replica.protocol import ChunkDelta, RoutingReport, StepTime
+
+from .cost import CostModel
+from .load_table import LoadTable
+from .policy import POLICIES, Choice, ClusterView, PolicyError, PolicyOptions, Reason, RouteRequest, choose_replica
+from .prefix_index import PrefixIndex, PrefixMatch
+
+logger = logging.getLogger(__name__)
+
+# A belief in chunks that are to be computed lasts for the expected wait, and this much more.
+_EXPECT_MARGIN_S = 5.0
+_HEAD_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """Where a request goes: replicas' names, best first; what the first one is expected to hold, and why it."""
+
+    replicas: tuple[str, ...]
+    cached_tokens: int
+    reason: Reason
+
+
+@dataclass(slots=True)
+class RouteCounters:
+    """Totals since the start, for metrics."""
+
+    decisions: dict[Reason, int] = field(default_factory=dict)
+    faults: int = 0
+    predicted_cached_tokens: int = 0
+    actual_cached_tokens: int = 0
+    prompt_tokens: int = 0
+    stale_hits: int = 0
+    first_tokens: int = 0
+    gaps: int = 0
+
+
+@dataclass(slots=True)
+class _Replica:
+    name: str
+    row: int
+    seed: int
+    joined_s: float
+    report: RoutingReport | None = None
+    is_trusted: bool = True
+    epoch: int | None = None
+    sequence: int = 0
+
+
+@dataclass(slots=True)
+class _Ticket:
+    prompt_tokens: int
+    digests: tuple[bytes, ...]
+    replica: str | None = None
+    predicted: int = 0
+    is_first_done: bool = False
+
+
+class RoutingState:
+    """What a router knows and does, apart from talking. Safe to call from several threads.
+
+    A request's life: `open`, `route` (again after a failure), `first_token`, `close`. A route for a request that is not
+    open reserves nothing, so after `close` nothing of it is left, whatever came late.
+
+    Args:
+        policy: a name of POLICIES.
+        options: their knobs.
+        chunk_size: tokens per digest.
+        chunk_identity: what replicas must report to be matched by chunks; None trusts all.
+        max_entries: bound of the index.
+        seed: of the draws.
+    Raises:
+        PolicyError: no such policy.
+    """
+
+    def __init__(
+        self,
+        *,
+        policy: str,
+        options: PolicyOptions | None = None,
+        chunk_size: int,
+        chunk_identity: str | None = None,
+        max_entries: int = 1_000_000,
+        seed: int | None = None,
+    ) -> None:
+        if policy not in POLICIES:
+            raise PolicyError(f"routing_policy is {policy!r}; expected one of {', '.join(POLICIES)}")
+        self.policy = policy
+        self.options = options or PolicyOptions()
+        self.chunk_size = chunk_size
+        self.index = PrefixIndex(max_entries)
+        self.loads = LoadTable()
+        self.counters = RouteCounters()
+        self._chunk_identity = chunk_identity
+        self._replicas: dict[str, _Replica] = {}
+        self._tickets: dict[str, _Ticket] = {}
+        self._free_rows: list[int] = []
+        self._num_rows = 0
+        self._turn = 0
+        self._random = random.Random(seed)
+        self._lock = threading.RLock()
+        self._arrays: _Arrays | None = None
+
+    # -- replicas ------------------------------------------------------------------------------------------------------
+
+    @property
+    def replica_names(self) -> tuple[str, ...]:
+        return tuple(self._replicas)
+
+    def set_replicas(self, names: Sequence[str], now_s: float) -> None:
+        """These replicas are there now, and no others."""
+        with self._lock:
+            for name in set(self._replicas) - set(names):
+                self.remove_replica(name)
+            # All that are there at the start are equally new: nobody is held back then.
+            is_start = not self._replicas
+            for name in names:
+                if name not in self._replicas:
+                    self.add_replica(name, -np.inf if is_start else now_s)
+
+    def add_replica(self, name: str, now_s: float) -> None:
+        with self._lock:
+            row = self._free_rows.pop() if self._free_rows else self._num_rows
+            self._num_rows = max(self._num_rows, row + 1)
+            seed = int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little")
+            self._replicas[name] = _Replica(name, row, seed, now_s)
+            self.index.add_replica(row)
+            self.loads.add_replica(row)
+            self._arrays = None
+
+    def remove_replica(self, name: str) -> None:
+        """A replica has died or left: its chunks and its load are forgotten at once."""
+        with self._lock:
+            replica = self._replicas.pop(name, None)
+            if replica is None:
+                return
+            self.index.remove_replica(replica.row)
+            self.loads.remove_replica(replica.row)
+            self._free_rows.append(replica.row)
+            self._arrays = None
+
+    def report(self, name: str, report: RoutingReport) -> None:
+        """A replica's report. A new epoch empties its part of the index; another chunk identity is not matched."""
+        with self._lock:
+            replica = self._replicas.get(name)
+            if replica is None or (replica.report and report.taken_at_s <= replica.report.taken_at_s):
+                return
+            self._enter_epoch(replica, report.epoch)
+            trusted = self._chunk_identity in (None, report.chunk_identity)
+            if replica.is_trusted and not trusted:
+                logger.error(
+                    "replica_mismatch replica=%s chunk_identity=%s expected=%s: routed by load only",
+                    name, report.chunk_identity, self._chunk_identity,
+                )  # fmt: skip
+                self.index.clear_replica(replica.row)
+            if replica.report is None or trusted != replica.is_trusted or _differs(replica.report, report):
+                self._arrays = None
+            replica.is_trusted = trusted
+            replica.report = report
+            self.loads.report(replica.row, report)
+
+    def cursor(self, name: str) -> tuple[int, int] | None:
+        """Epoch and sequence of the last delta of a replica; None if it is not there."""
+        replica = self._replicas.get(name)
+        return None if replica is None else (replica.epoch if replica.epoch is not None else -1, replica.sequence)
+
+    def apply(self, name: str, since: tuple[int, int], delta: ChunkDelta) -> None:
+        """Chunks that a replica stored and evicted since an earlier delta.
+
+        Args:
+            since: the cursor that it was asked with; a delta that does not continue ours is dropped.
+        """
+        with self._lock:
+            replica = self._replicas.get(name)
+            if replica is None or not replica.is_trusted or since != self.cursor(name):
+                return
+            self._enter_epoch(replica, delta.epoch)
+            if delta.is_snapshot:
+                if replica.sequence:
+                    self.counters.gaps += 1
+                    logger.warning("index_gap replica=%s sequence=%d", name, replica.sequence)
+                self.index.clear_replica(replica.row)
+            for digest, parent, is_stored in delta.changes:
+                if is_stored:
+                    self.index.store((digest,), replica.row, parent)
+                else:
+                    self.index.evict((digest,), replica.row)
+            replica.sequence = delta.sequence
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def open(self, key: str, prompt_tokens: int, digests: tuple[bytes, ...]) -> None:
+        """A request is about to be sent."""
+        with self._lock:
+            self._tickets[key] = _Ticket(prompt_tokens, digests)
+
+    def route(
+        self,
+        key: str,
+        prompt_tokens: int,
+        digests: Sequence[bytes],
+        output_tokens: int,
+        now_s: float,
+        candidates: Sequence[str] | None = None,
+    ) -> Route:
+        """Choose, and count the request as sent to the first of the ranked replicas.
+
+        Args:
+            candidates: names of replicas that may be chosen; None is all. Unknown ones are left out.
+        Raises:
+            LookupError: there is no replica to choose.
+        """
+        with self._lock:
+            arrays = self._columns() if candidates is None else self._subset(candidates)
+            if not len(arrays.rows):
+                raise LookupError("no replica to choose from")
+            match = self.index.match(digests, now_s, self._num_rows)
+            request = self._request(prompt_tokens, digests, output_tokens, match)
+            view = self._view(request, arrays, match, now_s)
+            choice = choose_replica(self.policy, request, view, self.options)
+            return self._commit(key, digests, request, arrays, view, choice, now_s)
+
+    def rerouted(self, key: str, name: str, now_s: float) -> None:
+        """Serve sent an open request to another replica than the first of its ranks."""
+        with self._lock:
+            ticket, replica = self._tickets.get(key), self._replicas.get(name)
+            if ticket is None or replica is None or ticket.replica == name:
+                return
+            ticket.replica = name
+            match = self.index.match(ticket.digests, now_s, self._num_rows)
+            ticket.predicted = min(int(match.depths[replica.row]) * self.chunk_size, ticket.prompt_tokens - 1)
+            step = replica.report.step if replica.report else StepTime()
+            self.loads.reserve(key, replica.row, step.per_token_s * (ticket.prompt_tokens - ticket.predicted), now_s)
+            if replica.is_trusted:
+                self.index.expect(ticket.digests, replica.row, now_s + _EXPECT_MARGIN_S, now_s)
+
+    def first_token(self, key: str, cached_tokens: int) -> tuple[str, int] | None:
+        """The request's prompt is computed; cached_tokens of it had been there.
+
+        Returns:
+            The replica's name and the cached tokens predicted; None if nothing is known of the request.
+        """
+        with self._lock:
+            ticket = self._tickets.get(key)
+            if ticket is None or ticket.replica is None:
+                return None
+            if not ticket.is_first_done:
+                ticket.is_first_done = True
+                self.loads.prefilled(key)
+                counters = self.counters
+                counters.first_tokens += 1
+                counters.prompt_tokens += ticket.prompt_tokens
+                counters.predicted_cached_tokens += ticket.predicted
+                counters.actual_cached_tokens += cached_tokens
+                counters.stale_hits += cached_tokens + self.chunk_size <= ticket.predicted
+                replica = self._replicas.get(ticket.replica)
+                # Whatever was predicted: all of the prompt's chunks are there now.
+                if replica is not None and replica.is_trusted:
+                    self.index.store(ticket.digests, replica.row)
+            return ticket.replica, ticket.predicted
+
+    def close(self, key: str) -> None:
+        """The request has ended, in whatever way; a second time nothing happens."""
+        with self._lock:
+            self._tickets.pop(key, None)
+            self.loads.release(key)
+
+    @property
+    def num_open(self) -> int:
+        """Requests that are open. When it is 0, `loads.num_open` is too."""
+        return len(self._tickets)
+
+    # -- inner ---------------------------------------------------------------------------------------------------------
+
+    def _enter_epoch(self, replica: _Replica, epoch: int) -> None:
+        if replica.epoch == epoch:
+            return
+        if replica.epoch is not None:
+            logger.info("replica_epoch replica=%s epoch=%d", replica.name, epoch)
+            self.index.clear_replica(replica.row)
+        replica.epoch = epoch
+        replica.sequence = 0
+
+    def _request(
+        self, prompt_tokens: int, digests: Sequence[bytes], output_tokens: int, match: PrefixMatch
+    ) -> RouteRequest:
+        anchor = digests[min(match.num_common, len(digests) - 1)] if digests else b""
+        head = digests[min(-(-_HEAD_TOKENS // self.chunk_size), len(digests)) - 1] if digests else b""
+        return RouteRequest(prompt_tokens=prompt_tokens, output_tokens=output_tokens, anchor=anchor, head=head)
+
+    def _view(self, request: RouteRequest, arrays: "_Arrays", match: PrefixMatch, now_s: float) -> ClusterView:
+        rows = arrays.rows
+        shares = request.anchor and self.options.cost.sharing_weight and arrays.has_context_cost
+        return ClusterView(
+            seeds=arrays.seeds,
+            work_s=self.loads.work_s(rows, now_s),
+            num_requests=self.loads.num_requests(rows, now_s),
+            cached_tokens=np.minimum(match.depths[rows] * self.chunk_size, request.prompt_tokens - 1),
+            num_sharers=self.loads.num_sharers(rows, request.anchor) if shares else arrays.zeros,
+            free_tokens=arrays.free_tokens,
+            age_s=now_s - arrays.joined_s,
+            cost=arrays.cost,
+            draw=self._random.getrandbits(64),
+            turn=self._turn,
+        )
+
+    def _commit(
+        self,
+        key: str,
+        digests: Sequence[bytes],
+        request: RouteRequest,
+        arrays: "_Arrays",
+        view: ClusterView,
+        choice: Choice,
+        now_s: float,
+    ) -> Route:
+        self._turn += 1
+        first = choice.ranked[0]
+        name, row = arrays.names[first], int(arrays.rows[first])
+        cached = int(view.cached_tokens[first])
+        ticket = self._tickets.get(key)
+        if ticket is not None:
+            prefill_s = float(view.cost.prefill_s(request.prompt_tokens, view.cached_tokens.astype(float))[first])
+            ticket.replica, ticket.predicted = name, cached
+            self.loads.reserve(key, row, prefill_s, now_s, request.anchor)
+            if self._replicas[name].is_trusted:
+                until_s = now_s + 2 * (float(view.work_s[first]) + prefill_s) + _EXPECT_MARGIN_S
+                self.index.expect(digests, row, until_s, now_s)
+        self.counters.decisions[choice.reason] = self.counters.decisions.get(choice.reason, 0) + 1
+        return Route(
+            replicas=tuple(arrays.names[at] for at in choice.ranked), cached_tokens=cached, reason=choice.reason
+        )
+
+    def _columns(self) -> "_Arrays":
+        if self._arrays is None:
+            self._arrays = _Arrays.of(list(self._replicas.values()), self.chunk_size)
+        return self._arrays
+
+    def _subset(self, candidates: Sequence[str]) -> "_Arrays":
+        if len(candidates) == len(self._replicas) and all(name in self._replicas for name in candidates):
+            return self._columns()
+        return _Arrays.of([self._replicas[name] for name in candidates if name in self._replicas], self.chunk_size)
+
+    def check(self) -> None:
+        """Assert the invariants of index and loads."""
+        with self._lock:
+            self.index.check()
+            self.loads.check()
+            assert self.loads.num_open <= len(self._tickets), "work is reserved for a request that has ended"
+
+
+class _Arrays:
+    """What of the replicas changes seldom, by position."""
+
+    def __init__(self, replicas: Sequence[_Replica], chunk_size: int) -> None:
+        reports = [replica.report for replica in replicas]
+        steps = [report.step if report else StepTime() for report in reports]
+
+        def floats(values: Sequence[float]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+            return np.array(values, np.float64)
+
+        self.names = [replica.name for replica in replicas]
+        self.rows = np.array([replica.row for replica in replicas], np.int64)
+        self.zeros = np.zeros(len(replicas), np.int64)
+        self.seeds = np.array([replica.seed for replica in replicas], np.uint64)
+        self.joined_s = floats([replica.joined_s for replica in replicas])
+        self.free_tokens = floats(
+            [
+                chunk_size * (report.chunks_total - report.chunks_in_use - report.chunks_retained) if report else np.inf
+                for report in reports
+            ]
+        )
+        self.cost = CostModel(
+            fixed_s=floats([step.fixed_s for step in steps]),
+            per_token_s=floats([step.per_token_s for step in steps]),
+            per_context_s=floats([step.per_context_s for step in steps]),
+            per_sequence_s=floats([step.per_sequence_s for step in steps]),
+            max_step_tokens=floats([report.max_step_tokens if report else np.inf for report in reports]),
+        )
+        self.has_context_cost = any(step.per_context_s for step in steps)
+
+    @classmethod
+    def of(cls, replicas: Sequence[_Replica], chunk_size: int) -> "_Arrays":
+        """Draining replicas are left out while there are others."""
+        staying = [replica for replica in replicas if not (replica.report and replica.report.draining)]
+        return cls(staying or replicas, chunk_size)
+
+
+def _differs(one: RoutingReport, other: RoutingReport) -> bool:
+    """Whether anything in _Arrays changes."""
+    return (
+        one.step != other.step
+        or one.draining != other.draining
+        or one.max_step_tokens != other.max_step_tokens
+        or (one.chunks_in_use + one.chunks_retained) != (other.chunks_in_use + other.chunks_retained)
+    )

@@ -1,0 +1,104 @@
+"""What many tests share: the small real model, and what transformers itself says with it."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+NEW_TOKENS = 48
+
+
+@dataclass(frozen=True)
+class GreedyCase:
+    """A prompt, and the NEW_TOKENS tokens that transformers' generate gives in float32, end tokens not heeded."""
+
+    name: str
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+
+
+@pytest.fixture(scope="session")
+def small_model() -> Path:
+    """The folder of SmolLM2-135M-Instruct."""
+    from chunkserve.deploy.small_model import ensure_small_model
+
+    return ensure_small_model()
+
+
+@pytest.fixture(scope="session")
+def tokenizer(small_model: Path):
+    from chunkserve.replica.tokenizer import Tokenizer
+
+    return Tokenizer(small_model)
+
+
+@pytest.fixture(scope="session")
+def greedy_cases(small_model: Path, tokenizer) -> list[GreedyCase]:
+    """Prompts at the edges of chunks and of each other, with transformers' own greedy continuation."""
+    prompts = _prompts(tokenizer)
+    assert len(prompts) >= 20
+    return [
+        GreedyCase(name, tuple(prompt), tuple(tokens))
+        for (name, prompt), tokens in zip(prompts.items(), _generate(small_model, list(prompts.values())), strict=True)
+    ]
+
+
+def _prompts(tokenizer) -> dict[str, list[int]]:
+    def chat(question: str, system: str = "You are a helpful AI assistant.") -> list[int]:
+        return tokenizer.render_chat([{"role": "system", "content": system}, {"role": "user", "content": question}])
+
+    story = tokenizer.encode(
+        "The lighthouse keeper wrote every evening in a heavy book. He noted the wind, the waves, and the "
+        "names of the ships that passed. On the third of March a storm came from the north, and for two days nobody "
+        "could reach the rock. When the sea was calm again, a small boat brought bread, oil, and a letter from his "
+        "sister, who lived in the town behind the hills. She asked whether he was lonely. He thought about it for a "
+        "long time, and then he wrote that the light needed him, and that the birds were good company in the spring. "
+    )
+    rules = " ".join(f"Rule {i}: always answer question number {i} in a short and friendly way." for i in range(1, 21))
+    prompts = {
+        "capital": chat("What is the capital of France?"),
+        "haiku": chat("Write a haiku about the sea."),
+        "gravity": chat("Explain gravity to a child in two sentences."),
+        "primes": chat("List the first five prime numbers."),
+        "one_token": tokenizer.encode("Once")[:1],
+        "two_tokens": tokenizer.encode("The sky"),
+        "code": tokenizer.encode("def fibonacci(n):\n    "),
+        "numbers": tokenizer.encode("1, 2, 3, 4, 5,"),
+        "unicode": tokenizer.encode("Der Bär aß Äpfel. 日本語の文です。 🙂"),
+        "long": chat("Which rule is the most important one?", rules),
+        "long_other_question": chat("How many rules are there?", rules),
+        "story": story,
+    }
+    for length in (63, 64, 65, 127, 128):
+        prompts[f"story_{length}"] = story[:length]
+    prompts["story_equal_to_mid_chunk"] = [*story[:100], *tokenizer.encode(" But the wind turned")]
+    prompts["story_one_token_changed"] = [*story[:64], story[64] + 1, *story[65:128]]
+    prompts["story_and_more"] = [*story, *tokenizer.encode("In the autumn the birds left, and")]
+    prompts["other_story"] = tokenizer.encode("A baker in a small village") + story[8:90]
+    prompts["same_as_capital"] = list(prompts["capital"])
+    return prompts
+
+
+def _generate(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
+    """transformers' generate, batched with padding on the left, in float32."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.generation_config.eos_token_id = None
+    out: list[list[int]] = [[] for _ in prompts]
+    # By length, since padding is computed too.
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    for begin in range(0, len(order), 8):
+        batch = order[begin : begin + 8]
+        longest = max(len(prompts[i]) for i in batch)
+        ids = torch.tensor([[0] * (longest - len(prompts[i])) + prompts[i] for i in batch])
+        mask = torch.tensor([[0] * (longest - len(prompts[i])) + [1] * len(prompts[i]) for i in batch])
+        tokens = model.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)
+        for i, row in zip(batch, tokens[:, longest:].tolist(), strict=True):
+            out[i] = row
+    return out

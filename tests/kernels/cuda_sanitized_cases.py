@@ -1,0 +1,52 @@
+"""A few cases on the host build of the CUDA kernels under ASan and UBSan; test_cuda_host.py runs this as a process."""
+
+import sys
+from pathlib import Path
+
+import torch
+
+from chunkserve.kernels.cuda_tpp import CudaBackend
+from chunkserve.kernels.dispatch import AttentionProblem
+from chunkserve.kernels.plan import PlanOptions
+from chunkserve.kernels.reference import TOLERANCE, oracle
+
+from .attention_case import fill, random_q, tree_case, worst_error
+from .cuda_host_kernels import SANITIZERS, SM_86, host_loader
+
+
+def main(folder: Path, *, beyond_the_pool: bool) -> None:
+    """Prints a line per case; with `beyond_the_pool` reads a slot that is not there."""
+    half, bfloat, single = torch.float16, torch.bfloat16, torch.float32
+    for dtype, d, heads, window, limit in [
+        (half, 64, (7, 1), None, SM_86),
+        (half, 64, (4, 4), 19, SM_86),
+        (bfloat, 80, (6, 2), 40, SM_86),
+        (single, 64, (5, 1), None, SM_86),
+        (half, 256, (3, 1), None, SM_86),
+    ]:
+        problem = AttentionProblem(
+            device="cpu",
+            dtype=dtype,
+            kv_dtype=dtype,
+            num_heads=heads[0],
+            num_kv_heads=heads[1],
+            head_dim=d,
+            chunk_size=16,
+            window=window,
+        )
+        backend = CudaBackend(load=host_loader(folder, shared_limit=limit, flags=SANITIZERS))
+        case = tree_case([(1, 3), (2, 1)], [0, 9, 40, 17], [1, 3, 20], chunk_size=16)
+        kv = backend.allocate(problem, case.num_slots)
+        fill(backend, kv, case)
+        q = random_q(case, problem)
+        plan = case.plan(PlanOptions(num_workers=4, min_split_tokens=16))
+        if beyond_the_pool:
+            plan.chunk_slots[-1] = case.num_slots
+        out = backend.attend(q, kv, plan, scale=d**-0.5)
+        want = oracle(q, kv, backend, paths=case.paths, kv_lens=case.kv_lens, q_lens=case.q_lens)
+        error = worst_error(out, want)
+        print(problem, "right" if error <= TOLERANCE[dtype] else f"wrong by {error}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), beyond_the_pool="beyond-the-pool" in sys.argv[2:])

@@ -1,0 +1,111 @@
+"""Building csrc/tpp.cu without a GPU: what the compilers say of each instantiation, the cache, and the messages."""
+
+import dataclasses
+import logging
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from chunkserve.kernels import cuda_module
+from chunkserve.kernels.cuda_module import (
+    KERNELS,
+    SOURCE_FOLDER,
+    Build,
+    CudaBuildError,
+    build_cubin,
+    compiler_missing,
+    find_nvcc,
+    find_nvrtc,
+)
+
+from .cuda_host_kernels import SM_80, SM_90
+
+needs_nvcc = pytest.mark.skipif(find_nvcc() is None, reason="nvcc is not found")
+BUILD = Build(value="Half", head_dim=64, arch="sm_80", shared_limit=SM_80)
+
+
+def _usage(build: Build, tmp_path: Path) -> dict[str, tuple[int, int, int]]:
+    """Registers, bytes of stack, bytes of spills of each kernel."""
+    run = subprocess.run(
+        [str(find_nvcc()), "-cubin", "-Xptxas", "-v", *build.flags(), "-o", tmp_path / "x", SOURCE_FOLDER / "tpp.cu"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert "warning" not in run.stderr, run.stderr
+    out = {}
+    for part in run.stderr.split("Compiling entry function '")[1:]:
+        spills = re.findall(r"(\d+) bytes (stack frame|spill stores|spill loads)", part)
+        registers = re.search(r"Used (\d+) registers", part)
+        assert registers is not None
+        assert len(spills) == 3
+        stack = int(spills[0][0])
+        out[part.split("'")[0]] = int(registers[1]), stack, int(spills[1][0]) + int(spills[2][0])
+    assert set(out) == set(KERNELS)
+    return out
+
+
+# The largest head dim of each use of registers and shared memory (tpp.cu, Segment), and the common ones.
+INSTANTIATIONS = [
+    *((value, d) for value in ("Half", "Bfloat") for d in (64, 80, 128, 192, 256)),
+    *(("float", d) for d in (64, 128, 256)),
+]
+
+
+@needs_nvcc
+@pytest.mark.parametrize(("arch", "limit"), [("sm_80", SM_80), ("sm_90", SM_90)])
+@pytest.mark.parametrize(
+    ("value", "head_dim"),
+    [pytest.param(v, d, marks=[] if (v, d) == ("Half", 128) else pytest.mark.slow) for v, d in INSTANTIATIONS],
+)
+def test_nothing_spills(tmp_path: Path, arch: str, limit: int, value: str, head_dim: int):
+    """Shared memory is a static_assert of the source."""
+    usage = _usage(Build(value=value, head_dim=head_dim, arch=arch, shared_limit=limit), tmp_path)
+    assert all(stack == spills == 0 for _, stack, spills in usage.values()), usage
+    # A multiprocessor has 65536 registers: three blocks of 128 threads at the small head dims, two above.
+    assert usage["tpp_segment"][0] <= (168 if head_dim <= 80 else 255)
+    # 8 blocks of 128 threads.
+    assert max(usage["tpp_merge"][0], usage["tpp_append"][0]) <= 64
+
+
+@needs_nvcc
+def test_nvcc_builds_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    monkeypatch.setattr(cuda_module, "find_nvrtc", lambda: None)
+    with caplog.at_level(logging.INFO):
+        cubin = build_cubin(BUILD, tmp_path)
+    assert cubin.startswith(b"\x7fELF")
+    assert all(name.encode() in cubin for name in (*KERNELS, "tpp_segment_shape"))
+    assert [r.getMessage().split()[3] for r in caplog.records] == ["compiler=nvcc"]
+    monkeypatch.setattr(cuda_module, "find_nvcc", lambda: None)
+    assert build_cubin(BUILD, tmp_path) == cubin
+    with pytest.raises(CudaBuildError, match="no CUDA compiler"):
+        build_cubin(dataclasses.replace(BUILD, head_dim=32), tmp_path)
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@needs_nvcc
+def test_a_block_that_does_not_fit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cuda_module, "find_nvrtc", lambda: None)
+    build = dataclasses.replace(BUILD, head_dim=128, shared_limit=48 * 1024)
+    with pytest.raises(CudaBuildError, match=r"(?s)nvcc refuses tpp.cu for .*does not fit shared memory"):
+        build_cubin(build, tmp_path)
+
+
+@pytest.mark.skipif(find_nvrtc() is None, reason="NVRTC is not found")
+def test_nvrtc_builds(tmp_path: Path):
+    cubin = build_cubin(BUILD, tmp_path)
+    assert cubin.startswith(b"\x7fELF")
+    assert all(name.encode() in cubin for name in (*KERNELS, "tpp_segment_shape"))
+    with pytest.raises(CudaBuildError, match=r"(?s)NVRTC refuses tpp.cu for .*does not fit shared memory"):
+        build_cubin(dataclasses.replace(BUILD, head_dim=128, shared_limit=48 * 1024), tmp_path)
+
+
+def test_says_what_is_missing(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cuda_module, "find_nvrtc", lambda: None)
+    monkeypatch.setattr(cuda_module, "find_nvcc", lambda: None)
+    assert "neither libnvrtc" in (compiler_missing() or "")
+    monkeypatch.setattr(cuda_module, "find_nvcc", lambda: Path("nvcc"))
+    assert compiler_missing() is None

@@ -1,0 +1,308 @@
+"""The engine with a model whose keys prove themselves: every choice gets the text that it would get alone."""
+
+import random
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+
+import pytest
+
+from chunkserve.replica.engine import Engine, EngineConfig, EngineStopped
+from chunkserve.replica.fake import FakeModelRunner
+from chunkserve.replica.protocol import ReplicaOverloaded, Request, RequestRefused, SamplingParams, TokenEvent
+from chunkserve.replica.tokenizer import Tokenizer
+
+pytestmark = pytest.mark.model
+
+C = 16
+VOCAB = 97
+
+
+class Bench:
+    """An engine that is stepped by hand, and what came out of it."""
+
+    def __init__(self, tokenizer: Tokenizer, **options: object) -> None:
+        defaults: dict[str, object] = {
+            "chunk_size": C,
+            "num_slots": 64,
+            "chunk_bytes": 1,
+            "max_sequence_tokens": 512,
+            "max_running": 8,
+            "max_step_tokens": 64,
+            "max_waiting": 100,
+        }
+        config = EngineConfig(**{**defaults, **options})  # type: ignore[arg-type]
+        self.runner = FakeModelRunner(vocab_size=VOCAB, num_slots=config.num_slots, chunk_size=C)
+        self.events: dict[str, list[TokenEvent]] = defaultdict(list)
+        self.engine = Engine(runner=self.runner, tokenizer=tokenizer, config=config, emit=self.take)
+
+    def take(self, events: list[tuple[str, TokenEvent]]) -> None:
+        for request_id, event in events:
+            self.events[request_id].append(event)
+
+    def turn(self) -> bool:
+        self.engine._take_messages(wait=False)
+        busy = self.engine.step()
+        self.engine.check()
+        return busy
+
+    def run(self, max_steps: int = 5000) -> None:
+        for _ in range(max_steps):
+            if not self.turn():
+                return
+        raise AssertionError("the engine does not come to an end")
+
+    def tokens(self, request_id: str, choice: int = 0) -> list[int]:
+        return [t for event in self.events[request_id] if event.choice == choice for t in event.token_ids]
+
+    def expected(self, request: Request) -> list[int]:
+        token_ids = list(request.prompt_token_ids)
+        for _ in range(request.sampling.max_tokens):
+            token_ids.append(self.runner.next_token(request.cache_salt, token_ids))
+        return token_ids[len(request.prompt_token_ids) :]
+
+
+@pytest.fixture
+def make(tokenizer: Tokenizer) -> Callable[..., Bench]:
+    return lambda **options: Bench(tokenizer, **options)
+
+
+def request(
+    name: str, prompt: list[int], max_tokens: int = 8, n: int = 1, salt: str = "", **sampling: object
+) -> Request:
+    return Request(
+        request_id=name,
+        prompt_token_ids=tuple(prompt),
+        sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, **sampling),  # type: ignore[arg-type]
+        n=n,
+        cache_salt=salt,
+    )
+
+
+def assert_right(bench: Bench, requests: list[Request]) -> None:
+    for one in requests:
+        for choice in range(one.n):
+            events = [event for event in bench.events[one.request_id] if event.choice == choice]
+            assert bench.tokens(one.request_id, choice) == bench.expected(one), one.request_id
+            assert [event.finish_reason for event in events if event.finish_reason] == ["length"]
+            assert events[-1].finish_reason == "length"
+            assert events[-1].completion_tokens == one.sampling.max_tokens
+
+
+def test_shared_prefix_is_computed_once_and_kept_once(make: Callable[..., Bench]) -> None:
+    bench = make(num_slots=200, max_running=16, max_step_tokens=256)
+    prefix = list(range(10 * C))
+    requests = [request(f"r{i}", [*prefix, 90, i, 3], max_tokens=4) for i in range(16)]
+    for one in requests:
+        bench.engine.submit(one)
+    peak = 0
+    while bench.turn():
+        peak = max(peak, bench.engine.load().chunks_in_use)
+    assert_right(bench, requests)
+    assert peak == 10 + 16, "one prefix and sixteen tails"
+    load = bench.engine.load()
+    # The prefix once; of each tail, the first token `90` may be copied from another's.
+    assert 10 * C + 16 * 2 <= load.computed_prompt_tokens <= 10 * C + 16 * 3
+    assert load.cached_prompt_tokens + load.computed_prompt_tokens == 16 * (10 * C + 3)
+    assert [bench.events[f"r{i}"][-1].cached_tokens >= 10 * C for i in range(16)] == [False] + [True] * 15
+
+
+def test_without_sharing_everything_is_computed(make: Callable[..., Bench]) -> None:
+    bench = make(prefix_sharing=False)
+    requests = [request(f"r{i}", [*range(3 * C), i]) for i in range(4)]
+    for one in requests:
+        bench.engine.submit(one)
+    bench.run()
+    assert_right(bench, requests)
+    assert bench.engine.load().cached_prompt_tokens == 0
+    assert bench.engine.load().chunks_retained == 0
+
+
+def test_more_requests_than_the_pool_holds_all_finish(make: Callable[..., Bench]) -> None:
+    bench = make(num_slots=6 * 6, max_running=24, max_step_tokens=64)
+    requests = [request(f"r{i}", [i] * (5 * C), max_tokens=C) for i in range(24)]
+    for one in requests:
+        bench.engine.submit(one)
+    bench.run()
+    assert_right(bench, requests)
+
+
+def test_preempted_sequences_lose_no_token(make: Callable[..., Bench]) -> None:
+    bench = make(num_slots=32, max_running=8)
+    requests = [request(f"r{i}", [i, i + 1, 5], max_tokens=6 * C) for i in range(8)]
+    for one in requests:
+        bench.engine.submit(one)
+    bench.run()
+    assert_right(bench, requests)
+    assert bench.engine.load().preemptions > 0
+    # Only the first admission counts: nothing of these prompts was there.
+    assert bench.engine.load().cached_prompt_tokens == 0
+
+
+def test_two_that_need_most_of_the_pool_both_finish(make: Callable[..., Bench]) -> None:
+    bench = make(num_slots=32)
+    requests = [request(f"r{i}", [i] * (18 * C), max_tokens=2 * C) for i in range(2)]
+    for one in requests:
+        bench.engine.submit(one)
+    bench.run()
+    assert_right(bench, requests)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_traffic_gets_the_text_that_it_gets_alone(make: Callable[..., Bench], seed: int) -> None:
+    rng = random.Random(seed)
+    bench = make(
+        num_slots=rng.choice([33, 40, 80]),
+        max_running=rng.choice([3, 8]),
+        max_step_tokens=rng.choice([8, 20, 64]),
+        retain_prefixes=rng.random() < 0.8,
+        prefix_sharing=rng.random() < 0.9,
+    )
+    stems = [[rng.randrange(4) for _ in range(rng.choice([0, 5, C - 1, C, C + 1, 3 * C]))] for _ in range(4)]
+    requests, cancelled = [], set()
+    for i in range(60):
+        prompt = [*rng.choice(stems), *[rng.randrange(2) for _ in range(rng.randrange(1, 2 * C))]]
+        one = request(f"r{i}", prompt, rng.randrange(1, 40), n=rng.choice([1, 1, 1, 3]), salt=rng.choice(["", "", "a"]))
+        requests.append(one)
+        bench.engine.submit(one)
+        for _ in range(rng.randrange(4)):
+            bench.turn()
+        if rng.random() < 0.2:
+            name = f"r{rng.randrange(i + 1)}"
+            cancelled.add(name)
+            bench.engine.cancel(name)
+    bench.run()
+    assert_right(bench, [one for one in requests if one.request_id not in cancelled])
+    for name in cancelled:
+        ends = [event.finish_reason for event in bench.events[name] if event.finish_reason]
+        assert set(ends) <= {"cancelled", "length"}
+    assert bench.engine.load().chunks_in_use == 0
+    assert bench.engine.load().running_sequences == bench.engine.load().waiting_sequences == 0
+
+
+def test_a_long_prompt_is_computed_beside_running_streams(make: Callable[..., Bench]) -> None:
+    bench = make(max_step_tokens=16)
+    bench.engine.submit(request("short", [1, 2, 3], max_tokens=30))
+    bench.turn()
+    bench.engine.submit(request("long", [7] * 200, max_tokens=1))
+    bench.turn()
+    before = len(bench.tokens("short"))
+    while not bench.events["long"]:
+        bench.turn()
+    assert len(bench.tokens("short")) - before >= 200 // 16, "the stream went on, a token per step"
+
+
+def test_cancelled_in_queue_in_prefill_and_in_decode(make: Callable[..., Bench]) -> None:
+    bench = make(max_running=2, max_step_tokens=8)
+    for name, prompt in (("decode", [1, 2]), ("prefill", [3] * 100), ("queue", [4] * 10)):
+        bench.engine.submit(request(name, prompt, max_tokens=50))
+    for _ in range(3):
+        bench.turn()
+    assert bench.events["decode"]
+    assert not bench.events["prefill"]
+    for name in ("decode", "prefill", "queue"):
+        bench.engine.cancel(name)
+        bench.engine.cancel(name)
+    bench.engine.cancel("never heard of")
+    assert not bench.turn()
+    assert bench.engine.load().chunks_in_use == 0
+    assert bench.engine.load().cancelled_requests == 3
+    assert {events[-1].finish_reason for events in bench.events.values()} == {"cancelled"}
+
+
+def test_prefix_of_a_cancelled_prompt_is_right_for_the_next(make: Callable[..., Bench]) -> None:
+    bench = make(max_step_tokens=8)
+    bench.engine.submit(request("first", list(range(90)), max_tokens=4))
+    second = request("second", [*range(80), 5], max_tokens=4)
+    bench.engine.submit(second)
+    for _ in range(4):
+        bench.turn()
+    bench.engine.cancel("first")
+    bench.run()
+    assert_right(bench, [second])
+
+
+def test_what_can_never_fit_is_refused_with_the_limit(make: Callable[..., Bench]) -> None:
+    bench = make()
+    with pytest.raises(
+        RequestRefused, match=r"prompt has 510 tokens and max_tokens is 3.* 512 \(max_sequence_tokens\)"
+    ):
+        bench.engine.submit(request("r", [1] * 510, max_tokens=3))
+    with pytest.raises(RequestRefused, match="no tokens"):
+        bench.engine.submit(request("r", []))
+    with pytest.raises(ValueError, match="raise kv_pool_bytes"):
+        make(num_slots=31)
+
+
+def test_a_full_queue_is_overload(make: Callable[..., Bench]) -> None:
+    bench = make(max_waiting=2, max_running=1)
+    for i in range(3):
+        bench.engine.submit(request(f"r{i}", [i]))
+    with pytest.raises(ReplicaOverloaded, match="max_waiting_requests"):
+        bench.engine.submit(request("r3", [3]))
+    bench.run()
+    bench.engine.submit(request("r4", [4]))
+
+
+def test_request_id_in_use_is_an_error_of_the_newcomer(make: Callable[..., Bench]) -> None:
+    bench = make()
+    bench.engine.submit(request("r", [1]))
+    bench.engine.submit(request("r", [2]))
+    bench.run()
+    assert [e.finish_reason for e in bench.events["r"] if e.finish_reason] == ["error", "length"]
+    assert bench.engine.load().waiting_sequences == 0
+
+
+def test_stop_token_ends_without_text(make: Callable[..., Bench]) -> None:
+    bench = make()
+    plain = request("plain", [1, 2, 3], max_tokens=20)
+    bench.engine.submit(plain)
+    bench.run()
+    stop_at = bench.tokens("plain")[4]
+    first = bench.tokens("plain").index(stop_at)
+    bench.engine.submit(request("stopped", [1, 2, 3], max_tokens=20, stop_token_ids=(stop_at,)))
+    bench.run()
+    assert bench.tokens("stopped") == bench.tokens("plain")[: first + 1]
+    assert bench.events["stopped"][-1].finish_reason == "stop"
+    assert bench.events["stopped"][-1].text == ""
+
+
+def test_engine_thread_answers_stops_and_refuses_afterwards(tokenizer: Tokenizer) -> None:
+    bench = Bench(tokenizer)
+    done = threading.Event()
+
+    def take(events: list[tuple[str, TokenEvent]]) -> None:
+        bench.take(events)
+        if events[-1][1].finish_reason:
+            done.set()
+
+    bench.engine._emit = take
+    bench.engine.start()
+    bench.engine.ping(timeout_s=5)
+    bench.engine.submit(request("r", [1, 2]))
+    assert done.wait(5)
+    bench.engine.stop()
+    with pytest.raises(EngineStopped):
+        bench.engine.submit(request("r", [1, 2]))
+    with pytest.raises(EngineStopped):
+        bench.engine.ping(timeout_s=1)
+
+
+def test_a_fault_in_a_step_ends_everything_with_an_error(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(tokenizer)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("the model broke")
+
+    monkeypatch.setattr(bench.runner, "run", fail)
+    done = threading.Semaphore(0)
+    bench.engine._emit = lambda events: (bench.take(events), [done.release() for _ in events])[0]
+    for i in range(3):
+        bench.engine.submit(request(f"r{i}", [i]))
+    bench.engine.start()
+    for _ in range(3):
+        assert done.acquire(timeout=5)
+    assert all(events[-1].finish_reason == "error" for events in bench.events.values())
+    assert "the model broke" in (bench.events["r0"][-1].error or "")
+    with pytest.raises(EngineStopped, match="the model broke"):
+        bench.engine.ping(timeout_s=1)
