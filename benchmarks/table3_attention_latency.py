@@ -8,9 +8,9 @@ of SmolLM2-135M. Every case is first checked against the float64 oracle; a wrong
     sdpa            torch's scaled_dot_product_attention, one call per sequence, K and V of its own
     sdpa packed     one such call with the batch as query rows over one K and V; only where all is shared
 
-Systems run by turns, so that a busy machine slows them alike; the best time of each counts. The roofline is measured in
-the same run: bytes at the streaming bandwidth or operations at the multiply-add peak, whichever takes longer; the serial
-one adds up the shared and the private part.
+Systems run by turns, so that a busy machine slows them alike; the best time of each counts. The roofline is measured
+in the same run: bytes at the streaming bandwidth or operations at the multiply-add peak, whichever takes longer; the
+serial one adds up the shared and the private part.
 """
 
 import argparse

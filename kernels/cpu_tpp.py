@@ -117,7 +117,7 @@ class CpuBackend:
         if q.stride(2) != 1:
             q = q.contiguous()
         p = kv.problem
-        out = torch.empty(q.shape, dtype=q.dtype)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
         try:
             _cpu.attend(
                 q_dtype=_DTYPES[p.dtype],

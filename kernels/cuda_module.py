@@ -26,6 +26,7 @@ SOURCE_FOLDER: Final = Path(__file__).parent / "csrc"
 SOURCES: Final = ("tpp.cu", "tpp_device.cuh")
 KERNELS: Final = ("tpp_segment", "tpp_merge", "tpp_append")
 
+_DRIVER: Final = "libcuda.so.1"
 # Threads per block of tpp_merge and tpp_append, and their blocks per multiprocessor.
 _ROW_THREADS: Final = 128
 _ROW_BLOCKS_PER_SM: Final = 8
@@ -241,7 +242,7 @@ class _Driver:
 
     def __init__(self) -> None:
         try:
-            self._library = ctypes.CDLL("libcuda.so.1")
+            self._library = ctypes.CDLL(_DRIVER)
         except OSError as error:
             raise CudaBuildError(f"no CUDA driver: {error}") from error
         self.call("cuInit", 0)

@@ -71,6 +71,8 @@ class _Lane:
     partial_lse_log2: Tensor  # [P, H] fp32
     plan: AttentionPlan | None = None
     first_pos: int = 0
+    flat: Int32Array | None = None  # what `staged` holds
+    captured: bool = False  # a CUDA graph holds the addresses of these tensors
 
 
 class CudaBackend:
@@ -121,14 +123,16 @@ class CudaBackend:
             kv: any layer of the problem.
             plan_ints: numbers of the largest plan with its tiles; twice `len(plan.data)` is enough.
             partials: of the largest plan (`AttentionPlan.num_partials`).
+        Raises:
+            BackendError: a CUDA graph is being captured, or was, and holds the address of what is too small.
         """
         lane = self._lane(kv.problem, kv.k.device)
         if plan_ints > len(lane.staged):
-            _refuse_capture(kv, f"the staged plan needs {plan_ints} numbers, has {len(lane.staged)}")
+            _refuse_capture(kv, lane, f"the staged plan needs {plan_ints} numbers, has {len(lane.staged)}")
             lane.staged = lane.staged.new_zeros(max(plan_ints, 2 * len(lane.staged)))
             lane.plan = None
         if partials > len(lane.partial_out):
-            _refuse_capture(kv, f"{partials} partials do not fit {len(lane.partial_out)}")
+            _refuse_capture(kv, lane, f"{partials} partials do not fit {len(lane.partial_out)}")
             rows = max(partials, 2 * len(lane.partial_out))
             lane.partial_out = lane.partial_out.new_empty(rows, *lane.partial_out.shape[1:])
             lane.partial_lse_log2 = lane.partial_lse_log2.new_empty(rows, *lane.partial_lse_log2.shape[1:])
@@ -147,15 +151,20 @@ class CudaBackend:
         first_pos = int(plan.row_pos[0]) if plan.num_rows else 0
         if plan is lane.plan and first_pos == lane.first_pos:
             return
-        _refuse_capture(kv, "the plan is not on the device")
-        flat = device_plan(plan, group=kv.problem.group, max_warps=lane.kernels.warps)
+        if _is_capturing(kv):
+            raise BackendError("a CUDA graph is being captured and the plan is not on the device: call stage before")
+        if plan is lane.plan and lane.flat is not None:
+            flat = lane.flat
+            flat[_HEADER_INTS : _HEADER_INTS + len(plan.data)] = plan.data
+        else:
+            flat = device_plan(plan, group=kv.problem.group, max_warps=lane.kernels.warps)
         self.reserve(kv, plan_ints=len(flat), partials=plan.num_partials)
         host = torch.from_numpy(flat)
         if kv.k.is_cuda:
             # Pinned memory comes from torch's cache, which keeps it until the copy is done.
             host = host.pin_memory()
         lane.staged[: len(flat)].copy_(host, non_blocking=True)
-        lane.plan, lane.first_pos = plan, first_pos
+        lane.plan, lane.first_pos, lane.flat = plan, first_pos, flat
 
     def append(self, kv: LayerKV, k: Tensor, v: Tensor, plan: AttentionPlan) -> None:
         check_append(k, v, kv, plan)
@@ -207,11 +216,12 @@ class CudaBackend:
         if sinks is not None:
             sinks = sinks.contiguous()
             params.sinks = sinks.data_ptr()
-        kernels = self._lane(p, q.device).kernels
-        kernels.launch("tpp_segment", params)
-        # A captured graph must serve later plans too, that may have partial results.
-        if plan.num_partials or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
-            kernels.launch("tpp_merge", params)
+        lane = self._lane(p, q.device)
+        lane.kernels.launch("tpp_segment", params)
+        lane.captured |= _is_capturing(kv)
+        # A captured graph serves later plans too, that may have partial results.
+        if plan.num_partials or _is_capturing(kv):
+            lane.kernels.launch("tpp_merge", params)
         return out
 
     def _params(self, kv: LayerKV) -> Params:
@@ -311,6 +321,10 @@ def _aligned(x: Tensor, num_bytes: int) -> Tensor:
     return x if fits else x.clone(memory_format=torch.contiguous_format)
 
 
-def _refuse_capture(kv: LayerKV, problem: str) -> None:
-    if kv.k.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise BackendError(f"a CUDA graph is being captured and {problem}: call reserve and stage before")
+def _is_capturing(kv: LayerKV) -> bool:
+    return kv.k.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _refuse_capture(kv: LayerKV, lane: _Lane, problem: str) -> None:
+    if lane.captured or _is_capturing(kv):
+        raise BackendError(f"{problem}, and a CUDA graph holds its address: call reserve before the first capture")

@@ -5,6 +5,7 @@ that a CUDA graph that read one plan reads the next one on replay.
 """
 
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 import torch
@@ -15,8 +16,8 @@ from . import triton_kernels as kernels
 from .dispatch import BackendError
 from .plan import AttentionPlan, Int32Array
 
-# Where `build_plan` may note that the plan was cut for results that do not depend on the batch.
-_FIXED_SPLIT_FIELD = 8
+# Place in a plan's header of `PlanOptions.fixed_split_tokens`, 0 for none.
+FIXED_SPLIT_FIELD: Final = 8
 
 
 def tasks_of(plan: AttentionPlan, class_rows: Sequence[int], group: int) -> list[Int32Array]:
@@ -33,7 +34,7 @@ def tasks_of(plan: AttentionPlan, class_rows: Sequence[int], group: int) -> list
     """
     rows = (plan.item_q_end - plan.item_q_begin) * group
     sizes = np.asarray(class_rows)
-    if plan.data[_FIXED_SPLIT_FIELD]:
+    if plan.data[FIXED_SPLIT_FIELD]:
         item_class = np.full(plan.num_items, max(int((sizes <= 64).sum()) - 1, 0))
     else:
         item_class = np.minimum(np.searchsorted(sizes, rows), len(sizes) - 1)

@@ -40,7 +40,7 @@ _SMALL_128: Final = (
 )
 _SMALL_256: Final = (
     Tile(rows=16, keys=32, warps=4, stages=3, programs_per_sm=1),
-    Tile(rows=64, keys=32, warps=8, stages=2, programs_per_sm=1),
+    Tile(rows=64, keys=16, warps=8, stages=3, programs_per_sm=1),
 )
 _TABLE: Final[dict[tuple[int, int, int], tuple[Tile, ...]]] = {
     (80, 32, 2): (
@@ -60,7 +60,7 @@ _TABLE: Final[dict[tuple[int, int, int], tuple[Tile, ...]]] = {
     ),
     (80, 256, 2): (
         Tile(rows=16, keys=32, warps=4, stages=3, programs_per_sm=2),
-        Tile(rows=64, keys=32, warps=8, stages=2, programs_per_sm=1),
+        Tile(rows=64, keys=32, warps=8, stages=3, programs_per_sm=1),
     ),
     (86, 64, 2): (
         Tile(rows=16, keys=64, warps=4, stages=3, programs_per_sm=2),
@@ -91,7 +91,7 @@ _TABLE: Final[dict[tuple[int, int, int], tuple[Tile, ...]]] = {
     (120, 256, 2): _SMALL_256,
     # fp32 runs on the plain multiply-add units, for tests and small models: one class.
     (80, 64, 4): (Tile(rows=16, keys=32, warps=4, stages=3, programs_per_sm=3),),
-    (80, 128, 4): (Tile(rows=16, keys=32, warps=4, stages=3, programs_per_sm=1),),
+    (80, 128, 4): (Tile(rows=16, keys=16, warps=4, stages=3, programs_per_sm=2),),
     (80, 256, 4): (Tile(rows=16, keys=16, warps=4, stages=3, programs_per_sm=1),),
 }
 

@@ -12,10 +12,12 @@ from chunkserve.kernels import cpu_ops
 from chunkserve.kernels.dispatch import AttentionProblem, select_backend
 from chunkserve.kernels.plan import PlanOptions
 
+from .chunk_hash import ChunkScheme
 from .engine import Emit, Engine, EngineConfig
 from .kv_store import KVStore, bytes_per_chunk
 from .model import Decoder
 from .model_runner import ModelRunner
+from .reporter import RoutingReporter
 from .tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -60,8 +62,10 @@ class ReplicaOptions:
     retain_prefixes: bool = True
 
 
-def build_engine(options: ReplicaOptions, emit: Emit) -> Engine:
+def build_engine(options: ReplicaOptions, emit: Emit, chunk_scheme: ChunkScheme | None = None) -> Engine:
     """Load the model, take the KV memory, and put an engine over them; it is not started yet.
+
+    With a chunk_scheme it keeps what routers ask for.
 
     Raises:
         BuildError: a knob does not fit the model or the machine.
@@ -108,6 +112,7 @@ def build_engine(options: ReplicaOptions, emit: Emit) -> Engine:
             plan=_plan_options(options, device, num_threads, problem),
         ),
         emit=emit,
+        reporter=RoutingReporter(chunk_scheme, max_step_tokens=options.max_step_tokens) if chunk_scheme else None,
     )
 
 

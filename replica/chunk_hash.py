@@ -6,6 +6,7 @@ share leading digests exactly as far as they share full chunks in the prefix tre
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from hashlib import blake2b
 
 DIGEST_BYTES = 16
@@ -47,3 +48,30 @@ def chunk_digests(parent: bytes, token_ids: Sequence[int], chunk_size: int) -> t
         parent = blake2b(tokens[begin : begin + step], digest_size=DIGEST_BYTES, salt=parent).digest()
         digests.append(parent)
     return tuple(digests)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkScheme:
+    """How one deployment names its chunks: router and replicas agree if their schemes are equal.
+
+    model, dtype, adapter, key: see `root_digest`. chunk_size: tokens per chunk.
+    """
+
+    model: str
+    dtype: str
+    chunk_size: int
+    adapter: str = ""
+    key: bytes = field(default=b"", repr=False)
+
+    def root(self, salt: str) -> bytes:
+        """Where the chains of one salt begin."""
+        return root_digest(model=self.model, dtype=self.dtype, adapter=self.adapter, salt=salt, key=self.key)
+
+    def digests(self, salt: str, token_ids: Sequence[int]) -> tuple[bytes, ...]:
+        """Digests of a prompt's full chunks."""
+        return chunk_digests(self.root(salt), token_ids, self.chunk_size)
+
+    @property
+    def identity(self) -> str:
+        """Equal for equal schemes; gives nothing away."""
+        return f"{self.root('').hex()}/{self.chunk_size}"

@@ -27,6 +27,7 @@ from .protocol import (
     TokenEvent,
     TokenLogprob,
 )
+from .reporter import RoutingReporter
 from .sampler import Sampled, SampleRow, sample
 from .scheduler import Batch, Scheduler
 from .sequence import Sequence
@@ -97,6 +98,7 @@ class Engine:
         config: sizes and limits.
         emit: gets the events of a step; must not block.
         clock: monotonic seconds.
+        reporter: watches on behalf of routers.
     """
 
     def __init__(
@@ -107,6 +109,7 @@ class Engine:
         config: EngineConfig,
         emit: Emit,
         clock: Callable[[], float] = time.monotonic,
+        reporter: RoutingReporter | None = None,
     ) -> None:
         capacity = config.num_slots * config.chunk_size
         if capacity < config.max_sequence_tokens:
@@ -119,8 +122,13 @@ class Engine:
         self._tokenizer = tokenizer
         self._emit = emit
         self._clock = clock
+        self.reporter = reporter
         self._tree = PrefixTree(
-            ChunkPool(config.num_slots), config.chunk_size, share=config.prefix_sharing, retain=config.retain_prefixes
+            ChunkPool(config.num_slots),
+            config.chunk_size,
+            share=config.prefix_sharing,
+            retain=config.retain_prefixes,
+            journal=reporter.journal if reporter is not None else None,
         )
         self._scheduler = Scheduler(self._tree, max_running=config.max_running, max_step_tokens=config.max_step_tokens)
         self._planner = Planner(config.chunk_size, config.plan)
@@ -236,11 +244,14 @@ class Engine:
         if batch is None:
             assert not self._scheduler.waiting, "sequences wait, and nothing runs that they could wait for"
             return False
+        begin_s = self._clock()
         plan = self._planner.plan(batch)
         logits = self._runner.run(batch, plan)
         streams = [self._stream_of(row.sequence) for row in batch.rows if row.samples]
         sampled = sample(logits, [_sample_row(stream) for stream in streams]) if streams else []
         self._count(batch)
+        if self.reporter is not None:
+            self.reporter.observe(batch, self._clock() - begin_s)
         self._scheduler.commit(
             batch,
             {s.sequence: one.token_id for s, one in zip(streams, sampled, strict=True) if one.token_id is not None},
@@ -265,10 +276,14 @@ class Engine:
                 self._take_messages(wait=not busy)
                 if self._stopping:
                     break
+                if self.reporter is not None:
+                    self.reporter.publish(self._scheduler, now=not busy)
                 busy = self.step()
                 self._last_turn_s = self._clock()
                 if not busy:
                     self.check()
+                    if self.reporter is not None:
+                        self.reporter.publish(self._scheduler, now=True)
         except BaseException as fault:
             self._fault = fault
             logger.exception("engine stopped unfinished=%d", self._num_open)
@@ -300,6 +315,8 @@ class Engine:
             streams.append(_Stream(sequence, Detokenizer(self._tokenizer), stop, seed + choice))
             self._scheduler.add(sequence)
         self._streams[request.request_id] = streams
+        if self.reporter is not None:
+            self.reporter.begin(request)
 
     def _cancel(self, request_id: str) -> None:
         streams = self._streams.get(request_id)
@@ -365,6 +382,8 @@ class Engine:
         self._streams[request_id].remove(stream)
         if not self._streams[request_id]:
             del self._streams[request_id]
+            if self.reporter is not None:
+                self.reporter.end(request_id)
         return event
 
     def _logprob(self, sampled: Sampled) -> TokenLogprob:

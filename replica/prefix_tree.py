@@ -10,6 +10,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from .chunk_journal import ChunkJournal
 from .chunk_pool import ChunkPool, PoolFull
 
 # A prompt that shares fewer tokens than this with a chunk that is being computed does not wait for it.
@@ -38,6 +39,8 @@ class Node:
     last_used: int = 0
     key: tuple[int, ...] | None = None
     num_children: int = 0
+    # Of the full, computed chunk and all before it; the root's own at a root. None without a journal.
+    digest: bytes | None = None
     # Children that can be found, sorted by key: the longest common prefix with anything is at a neighbour.
     index: list["Node"] = field(default_factory=list)
 
@@ -98,16 +101,26 @@ class PrefixTree:
         chunk_size: C, tokens per chunk.
         share: False keeps every sequence on chunks of its own (for comparison).
         retain: keep chunks after their last sequence until the room is needed; False frees them at once, as the paper.
+        journal: hears of chunks that are full and computed, and of their end.
 
     Invariants (see `check`): free slots + nodes = slots; no slot twice; num_refs equals the running sequences at or
     below a node; only full nodes have children; a pending node serves one sequence; nodes nobody refers to are ready.
     """
 
-    def __init__(self, pool: ChunkPool, chunk_size: int, *, share: bool = True, retain: bool = True) -> None:
+    def __init__(
+        self,
+        pool: ChunkPool,
+        chunk_size: int,
+        *,
+        share: bool = True,
+        retain: bool = True,
+        journal: ChunkJournal | None = None,
+    ) -> None:
         self.pool = pool
         self.chunk_size = chunk_size
         self.share = share
         self.retain = retain and share
+        self._journal = journal if share else None
         self._roots: dict[str, Node] = {}
         self._root_keys: dict[int, str] = {}  # by node_id
         self._next_id = 0
@@ -236,6 +249,8 @@ class PrefixTree:
         c = self.chunk_size
         for k in range(begin // c, -(-end // c)):
             path[k].num_ready = max(path[k].num_ready, min(end - k * c, c))
+            if path[k].num_ready == c:
+                self._tell(path[k])
         leaf = path[-1]
         if leaf.num_ready < c or not self.share or leaf.key == tuple(leaf.tokens):
             return False
@@ -285,6 +300,8 @@ class PrefixTree:
         if root is None:
             root = self._roots[root_key] = Node(self._take_id(), -1, None, [])
             self._root_keys[root.node_id] = root_key
+            if self._journal is not None:
+                root.digest = self._journal.root(root_key)
         return root
 
     def _take_id(self) -> int:
@@ -324,6 +341,8 @@ class PrefixTree:
         assert node.num_refs == 0
         assert node.num_children == 0
         self._unindex(node)
+        if self._journal is not None and node.digest is not None:
+            self._journal.evicted(node.digest)
         node.parent = None
         parent.num_children -= 1
         self._num_idle -= 1
@@ -334,6 +353,14 @@ class PrefixTree:
             del self._roots[self._root_keys.pop(parent.node_id)]
         elif self.retain:
             heapq.heappush(self._idle_leaves, (parent.last_used, parent.node_id, parent))
+
+    def _tell(self, node: Node) -> None:
+        """A chunk is full and computed."""
+        if self._journal is None or node.digest is not None:
+            return
+        assert node.parent is not None
+        assert node.parent.digest is not None, "a chunk is computed before the one it continues"
+        node.digest = self._journal.stored(node.parent.digest, node.tokens, is_first=node.parent.parent is None)
 
     def _insert(self, node: Node) -> None:
         if self.share and node.parent is not None:

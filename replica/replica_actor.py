@@ -2,13 +2,16 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
 
 from ray import serve
 
 from .build import ReplicaOptions, build_engine
+from .chunk_hash import ChunkScheme
 from .engine import Engine
-from .protocol import ReplicaError, ReplicaLoad, Request, TokenEvent
+from .protocol import ChunkDelta, ReplicaError, ReplicaLoad, Request, TokenEvent
 from .serve_ports import bind_to_node_address
 
 logger = logging.getLogger(__name__)
@@ -20,15 +23,22 @@ class ReplicaActor:
     Args:
         options: the model and its sizes.
         health_stall_s: the engine's loop must come round within this time, in seconds.
+        chunk_scheme: how routers name chunks; None tells them nothing.
     """
 
-    def __init__(self, options: ReplicaOptions, health_stall_s: float, log_level: str = "info") -> None:
+    def __init__(
+        self,
+        options: ReplicaOptions,
+        health_stall_s: float,
+        log_level: str = "info",
+        chunk_scheme: ChunkScheme | None = None,
+    ) -> None:
         logging.getLogger("chunkserve").setLevel(log_level.upper())
         bind_to_node_address()
         self._health_stall_s = health_stall_s
         self._loop = asyncio.get_event_loop()
         self._queues: dict[str, asyncio.Queue[TokenEvent]] = {}
-        self._engine: Engine = build_engine(options, self._emit)
+        self._engine: Engine = build_engine(options, self._emit, chunk_scheme)
         self._engine.start()
 
     async def generate(self, request: Request) -> AsyncGenerator[Sequence[TokenEvent], None]:
@@ -61,6 +71,17 @@ class ReplicaActor:
     async def load(self) -> tuple[str, ReplicaLoad]:
         """This replica's name, and what it is doing."""
         return serve.get_replica_context().replica_id.unique_id, self._engine.load()
+
+    def record_routing_stats(self) -> dict[str, Any]:
+        """A RoutingReport as a dict; Serve asks for it and passes it on to all routers."""
+        report = self._engine.reporter.report() if self._engine.reporter is not None else None
+        return asdict(report) if report is not None else {}
+
+    async def chunk_delta(self, since: Mapping[str, tuple[int, int]]) -> tuple[str, ChunkDelta | None]:
+        """This replica's name, and how its chunks changed since the (epoch, sequence) given under it."""
+        name = serve.get_replica_context().replica_id.unique_id
+        reporter = self._engine.reporter
+        return name, reporter.journal.delta(since.get(name)) if reporter is not None else None
 
     async def check_health(self) -> None:
         """Serve asks this too, and replaces the replica when it raises.

@@ -65,6 +65,7 @@ class _Ticket:
     replica: str | None = None
     predicted: int = 0
     is_first_done: bool = False
+    failed_on: tuple[str, ...] = ()
 
 
 class RoutingState:
@@ -170,10 +171,10 @@ class RoutingState:
             replica.report = report
             self.loads.report(replica.row, report)
 
-    def cursor(self, name: str) -> tuple[int, int] | None:
-        """Epoch and sequence of the last delta of a replica; None if it is not there."""
-        replica = self._replicas.get(name)
-        return None if replica is None else (replica.epoch if replica.epoch is not None else -1, replica.sequence)
+    def cursors(self) -> dict[str, tuple[int, int]]:
+        """Epoch and sequence of the last delta of each replica that has made itself known: what to ask from."""
+        with self._lock:
+            return {r.name: (r.epoch, r.sequence) for r in self._replicas.values() if r.epoch is not None}
 
     def apply(self, name: str, since: tuple[int, int], delta: ChunkDelta) -> None:
         """Chunks that a replica stored and evicted since an earlier delta.
@@ -183,7 +184,7 @@ class RoutingState:
         """
         with self._lock:
             replica = self._replicas.get(name)
-            if replica is None or not replica.is_trusted or since != self.cursor(name):
+            if replica is None or not replica.is_trusted or since != (replica.epoch, replica.sequence):
                 return
             self._enter_epoch(replica, delta.epoch)
             if delta.is_snapshot:
@@ -230,6 +231,29 @@ class RoutingState:
             view = self._view(request, arrays, match, now_s)
             choice = choose_replica(self.policy, request, view, self.options)
             return self._commit(key, digests, request, arrays, view, choice, now_s)
+
+    def route_open(self, key: str, output_tokens: int, now_s: float, candidates: Sequence[str] | None = None) -> Route:
+        """`route` for an open request, away from where it has failed before if there is any other replica.
+
+        Raises:
+            LookupError: it is not open, or there is no replica to choose.
+        """
+        with self._lock:
+            ticket = self._tickets.get(key)
+            if ticket is None:
+                raise LookupError(f"request {key} is not open")
+            names = self.replica_names if candidates is None else candidates
+            if ticket.failed_on:
+                names = [name for name in names if name not in ticket.failed_on] or names
+            return self.route(key, ticket.prompt_tokens, ticket.digests, output_tokens, now_s, names)
+
+    def failed(self, key: str) -> None:
+        """The replica of an open request was lost; the next route goes elsewhere."""
+        with self._lock:
+            ticket = self._tickets.get(key)
+            if ticket is not None and ticket.replica is not None:
+                ticket.failed_on = (*ticket.failed_on, ticket.replica)
+                self.loads.release(key)
 
     def rerouted(self, key: str, name: str, now_s: float) -> None:
         """Serve sent an open request to another replica than the first of its ranks."""

@@ -20,7 +20,7 @@ namespace {
 
 void register_machine(nb::module_& m) {
   m.def("set_num_threads", &set_num_threads, "num_threads"_a, nb::call_guard<nb::gil_scoped_release>(),
-        "Threads that kernels use, the caller included; 0 means all CPUs of this process. Returns the number in force.");
+        "Threads that kernels use, the caller included; 0 means all CPUs of this process. Returns what is in force.");
   m.def("num_threads", &num_threads, nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "supported_isas",

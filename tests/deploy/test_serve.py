@@ -2,15 +2,12 @@
 
 import asyncio
 import json
-import os
-import queue
 import random
 import re
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -24,18 +21,22 @@ import pytest
 
 from chunkserve.deploy.client import AsyncClient, Client
 from chunkserve.deploy.config import DEFAULT_FILE
+from chunkserve.deploy.local_server import LocalServer, local_server
 
 pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(600)]
 
 MODEL = "smollm2-135m-instruct"
-START_TIMEOUT_S = 300.0
 
 
 @dataclass
 class Server:
-    url: str
-    process: "subprocess.Popen[str]"
-    lines: list[str]
+    """A running server, and what its metrics say."""
+
+    local: LocalServer
+
+    @property
+    def url(self) -> str:
+        return self.local.url
 
     def metric(self, name: str) -> float:
         """Sum of a metric over its labels."""
@@ -44,12 +45,6 @@ class Server:
         assert values, f"no metric {name}"
         return sum(map(float, values))
 
-    def family(self) -> list[psutil.Process]:
-        return [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
-
-    def replicas(self) -> list[psutil.Process]:
-        return [p for p in self.family() if "ServeReplica:chunkserve:replica" in " ".join(p.cmdline())]
-
     def wait_idle(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         while self.metric("chunkserve_chunks_in_use") or self.metric("chunkserve_waiting_sequences"):
@@ -57,51 +52,11 @@ class Server:
             time.sleep(0.05)
 
 
-def start(*knobs: str) -> Iterator[Server]:
-    """A server of its own: port, Ray session folder and processes; all of them end with it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [str(Path(sys.executable).with_name("chunkserve")), "serve", str(DEFAULT_FILE), "--port", str(port)]
-    for knob in knobs:
-        command += ["--set", knob]
-    # Unix sockets have short names, so the folder must, too.
-    with tempfile.TemporaryDirectory(prefix="cs", dir="/tmp") as folder:
-        process = subprocess.Popen(
-            command,
-            env={**os.environ, "RAY_TMPDIR": folder},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        server = Server(f"http://127.0.0.1:{port}", process, [])
-        ready: queue.Queue[bool] = queue.Queue()
-
-        def read() -> None:
-            for line in process.stdout or ():
-                server.lines.append(line)
-                if "listens on" in line:
-                    ready.put(True)
-            ready.put(False)
-
-        threading.Thread(target=read, daemon=True).start()
-        try:
-            assert ready.get(timeout=START_TIMEOUT_S), "".join(server.lines[-40:])
-            family = server.family()
-            yield server
-        finally:
-            family = server.family() if process.poll() is None else []
-            process.terminate()
-            process.wait(60)
-            _, alive = psutil.wait_procs(family, timeout=20)
-            for orphan in alive:
-                orphan.kill()
-        assert not alive, f"processes outlive the server: {alive}"
-
-
 @pytest.fixture(scope="module")
 def server(small_model: Path) -> Iterator[Server]:
-    yield from start("dtype=float32", "max_running_sequences=16", "kv_pool_chunks=300", "max_sequence_tokens=4096")
+    knobs = {"dtype": "float32", "max_running_sequences": 16, "kv_pool_chunks": 300, "max_sequence_tokens": 4096}
+    with local_server(knobs) as local:
+        yield Server(local)
 
 
 def complete(server: Server, prompt: object, **options: object) -> dict:
@@ -112,7 +67,7 @@ def complete(server: Server, prompt: object, **options: object) -> dict:
 
 
 def test_the_welcome_shows_a_command_that_works(server: Server) -> None:
-    text = "".join(server.lines)
+    text = "".join(server.local.lines)
     command = re.search(r"^  (curl .*)$", text, re.MULTILINE)
     assert command, text
     answer = subprocess.run(["bash", "-c", f"{command[1]} -sS"], capture_output=True, text=True, check=True, timeout=60)
@@ -290,7 +245,7 @@ def test_a_client_that_leaves_frees_its_chunks(server: Server, stream: bool, pha
 def test_nothing_listens_beyond_loopback(server: Server) -> None:
     addresses = {
         connection.laddr.ip
-        for process in server.family()
+        for process in server.local.processes()
         for connection in process.net_connections("tcp")
         if connection.status == psutil.CONN_LISTEN
     }
@@ -300,14 +255,15 @@ def test_nothing_listens_beyond_loopback(server: Server) -> None:
 
 def test_a_killed_replica_is_told_and_replaced(server: Server) -> None:
     """Last of this server's tests: what streams ends with an error event, health says so, a new replica comes."""
-    (replica,) = server.replicas()
+    names = {process: " ".join(process.cmdline()) for process in server.local.processes()}
+    (replica,) = [process for process, name in names.items() if "ServeReplica:chunkserve:replica" in name]
     with Client(server.url) as client:
         stream = client.complete("Once upon a time", max_tokens=2000, ignore_eos=True, stream=True)
         next(iter(stream))
         replica.send_signal(signal.SIGKILL)
         with pytest.raises(Exception, match=r"lost|died|ended|broke"):
             list(stream)
-        deadline = time.monotonic() + START_TIMEOUT_S
+        deadline = time.monotonic() + 300
         while httpx.get(f"{server.url}/health", timeout=60).status_code != 200:
             assert time.monotonic() < deadline
             time.sleep(0.5)
@@ -315,7 +271,7 @@ def test_a_killed_replica_is_told_and_replaced(server: Server) -> None:
 
 
 def test_two_replicas_share_the_load(small_model: Path) -> None:
-    for server in start("num_replicas=2", "num_threads=1", "max_sequence_tokens=1024"):
+    with local_server({"num_replicas": 2, "num_threads": 1, "max_sequence_tokens": 1024}) as server:
 
         async def ask_all(url: str) -> list[str]:
             async with AsyncClient(url) as client:

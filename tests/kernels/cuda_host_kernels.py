@@ -17,7 +17,7 @@ HOST_FOLDER = Path(__file__).parent / "cuda_host"
 VALUES = {torch.float16: "Half", torch.bfloat16: "Bfloat", torch.float32: "float"}
 # Bytes of shared memory that a block may have.
 SM_80, SM_86, SM_90 = 166912, 101376, 232448
-SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g")
+SANITIZERS = ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g1")
 
 
 @pytest.fixture(scope="session", name="folder")

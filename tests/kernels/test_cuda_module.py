@@ -1,12 +1,15 @@
 """Building csrc/tpp.cu without a GPU: what the compilers say of each instantiation, the cache, and the messages."""
 
+import ctypes
 import dataclasses
 import logging
 import re
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from chunkserve.kernels import cuda_module
 from chunkserve.kernels.cuda_module import (
@@ -14,13 +17,14 @@ from chunkserve.kernels.cuda_module import (
     SOURCE_FOLDER,
     Build,
     CudaBuildError,
+    DeviceKernels,
     build_cubin,
     compiler_missing,
     find_nvcc,
     find_nvrtc,
 )
 
-from .cuda_host_kernels import SM_80, SM_90
+from .cuda_host_kernels import HOST_FOLDER, SM_80, SM_90
 
 needs_nvcc = pytest.mark.skipif(find_nvcc() is None, reason="nvcc is not found")
 BUILD = Build(value="Half", head_dim=64, arch="sm_80", shared_limit=SM_80)
@@ -109,3 +113,44 @@ def test_says_what_is_missing(monkeypatch: pytest.MonkeyPatch):
     assert "neither libnvrtc" in (compiler_missing() or "")
     monkeypatch.setattr(cuda_module, "find_nvcc", lambda: Path("nvcc"))
     assert compiler_missing() is None
+
+
+@pytest.fixture
+def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
+    """cuda_host/fake_driver.cpp in the place of libcuda, under a device of 108 multiprocessors."""
+    library = tmp_path / "driver.so"
+    command = ["g++", "-std=c++20", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
+    subprocess.run([*command, str(HOST_FOLDER / "fake_driver.cpp"), "-o", str(library)], check=True)
+    monkeypatch.setattr(cuda_module, "_DRIVER", str(library))
+    properties = SimpleNamespace(multi_processor_count=108)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0xABCDEF0123456789))
+    fake = ctypes.CDLL(str(library))
+    fake.last_launch.restype = ctypes.c_char_p
+    return fake
+
+
+class _Params(ctypes.Structure):
+    _fields_ = (("plan", ctypes.c_void_p),)
+
+
+def test_launches_through_the_driver(driver: ctypes.CDLL):
+    kernels = DeviceKernels(b"\x7fELF and more", torch.device("cuda", 0))
+    assert (kernels.warps, kernels.num_blocks) == (4, 216)
+    params = _Params(plan=0x123456789ABCDEF0)
+    kernels.launch("tpp_segment", params)
+    assert driver.last_launch() == b"tpp_segment 216 128 147456 0xabcdef0123456789 0x123456789abcdef0"
+    kernels.launch("tpp_merge", params)
+    assert driver.last_launch() == b"tpp_merge 864 128 0 0xabcdef0123456789 0x123456789abcdef0"
+
+
+@pytest.mark.usefixtures("driver")
+def test_names_what_the_driver_refuses():
+    with pytest.raises(CudaBuildError, match="cuModuleLoadData fails with 1: invalid argument"):
+        DeviceKernels(b"no cubin", torch.device("cuda", 0))
+
+
+def test_no_driver(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cuda_module, "_DRIVER", "libnotthere.so.1")
+    with pytest.raises(CudaBuildError, match=r"no CUDA driver: libnotthere.so.1"):
+        DeviceKernels(b"", torch.device("cuda", 0))

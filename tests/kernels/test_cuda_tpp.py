@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from chunkserve.kernels import cuda_tpp
 from chunkserve.kernels.cuda_tpp import CudaBackend, device_plan
 from chunkserve.kernels.dispatch import AttentionProblem, BackendError, LayerKV, get_backend
 from chunkserve.kernels.plan import PlanOptions, build_plan
@@ -239,6 +240,29 @@ def test_a_growing_plan_is_staged_again(backend: CudaBackend):
         lens = [n + step + 1 for n in case.kv_lens]
         want = oracle(q, kv, backend, paths=case.paths, kv_lens=lens, q_lens=[1, 1])
         assert worst_error(_attend(backend, q, kv, plan), want) <= TOLERANCE[HALF]
+
+
+def test_what_a_cuda_graph_holds_does_not_move(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    backend = CudaBackend(load=host_loader(folder))
+    small, large = tree_case([], [9, 3], chunk_size=16), tree_case([(1, 2)], [9] * 99, chunk_size=16)
+    problem = _problem(heads=(1, 1))
+    kv, q = _filled(backend, problem, small)
+    lane = backend._lane(problem, kv.k.device)
+    launched: list[str] = []
+    monkeypatch.setattr(lane.kernels, "launch", lambda kernel, params: launched.append(kernel))
+    monkeypatch.setattr(cuda_tpp, "_is_capturing", lambda kv: True)
+    plan = small.plan()
+    with pytest.raises(BackendError, match="the plan is not on the device: call stage before"):
+        _attend(backend, q, kv, plan)
+    monkeypatch.setattr(cuda_tpp, "_is_capturing", lambda kv: False)
+    backend.stage(kv, plan)
+    monkeypatch.setattr(cuda_tpp, "_is_capturing", lambda kv: True)
+    _attend(backend, q, kv, plan)
+    # The merge is captured for later plans, though this one has no partial results.
+    assert (plan.num_partials, launched) == (0, ["tpp_segment", "tpp_merge"])
+    monkeypatch.setattr(cuda_tpp, "_is_capturing", lambda kv: False)
+    with pytest.raises(BackendError, match=r"198 partials do not fit 0, and a CUDA graph holds its address"):
+        backend.stage(kv, large.plan())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

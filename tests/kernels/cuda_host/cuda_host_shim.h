@@ -1,7 +1,8 @@
 // The hardware that tpp.cu asks for (kernels/csrc/tpp_device.cuh), in plain C++, for tests without a GPU.
 //
 // Each thread of a block is a fiber. A fiber runs until it meets a warp operation or a barrier, and goes on when all that
-// take part are there; which fiber runs next is random, by seed. Warp operations follow the fragment maps of the PTX
+// take part are there; which fiber runs next is random, by seed, and for a while one warp goes before all others, so that
+// warps drift apart as far as the barriers let them. Warp operations follow the fragment maps of the PTX
 // documentation. An asynchronous copy happens at a random time between its issue and the wait for it, so that both a
 // missing wait and a buffer that is reused too early change the result. Blocks run one after the other, in random order.
 // It cannot show: races between blocks, memory order, bank conflicts, time.
@@ -90,7 +91,9 @@ struct Block {
   std::vector<Fiber> fibers;
   std::vector<Meeting> warps;
   std::vector<Meeting> barriers;
-  std::vector<int> runnable;
+  std::vector<std::vector<int>> runnable;  // fibers of each warp
+  std::size_t favoured = 0;                // warp
+  u32 favoured_for = 0;                    // more switches
   std::unique_ptr<unsigned char[]> shared;
   void (*body)(const void* params);
   const void* params;
@@ -127,13 +130,26 @@ namespace shim {
 inline Fiber& self() { return block->fibers[static_cast<std::size_t>(block->current)]; }
 
 inline int take_runnable() {
-  if (block->runnable.empty()) fail("deadlock: threads wait for others that have ended or wait elsewhere");
-  const std::size_t pick = block->random.below(block->runnable.size());
-  const int next = block->runnable[pick];
-  block->runnable[pick] = block->runnable.back();
-  block->runnable.pop_back();
-  return next;
+  const std::size_t num_warps = block->runnable.size();
+  if (block->favoured_for == 0) {
+    block->favoured = block->random.below(num_warps);
+    block->favoured_for = 1 + block->random.below(20000);
+  }
+  block->favoured_for -= 1;
+  const std::size_t start = block->runnable[block->favoured].empty() ? block->random.below(num_warps) : block->favoured;
+  for (std::size_t i = 0; i < num_warps; ++i) {
+    std::vector<int>& fibers = block->runnable[(start + i) % num_warps];
+    if (fibers.empty()) continue;
+    const std::size_t pick = block->random.below(fibers.size());
+    const int next = fibers[pick];
+    fibers[pick] = fibers.back();
+    fibers.pop_back();
+    return next;
+  }
+  fail("deadlock: threads wait for others that have ended or wait elsewhere");
 }
+
+inline void set_runnable(int fiber) { block->runnable[static_cast<std::size_t>(fiber / kLanes)].push_back(fiber); }
 
 inline void enter(int fiber) {
   block->current = fiber;
@@ -162,7 +178,7 @@ inline unsigned meet(Meeting& meeting, int count, const char* operation) {
   meeting.waiting.push_back(block->current);
   if (static_cast<int>(meeting.waiting.size()) == count) {
     meeting.round += 1;
-    block->runnable.insert(block->runnable.end(), meeting.waiting.begin(), meeting.waiting.end());
+    for (const int fiber : meeting.waiting) set_runnable(fiber);
     meeting.waiting.clear();
   }
   yield();
@@ -225,7 +241,7 @@ inline void launch(int num_blocks, int num_threads, std::size_t shared_bytes, un
     state.warps = std::vector<Meeting>(static_cast<std::size_t>(num_threads / kLanes));
     state.barriers = std::vector<Meeting>(16);
     state.remaining = num_threads;
-    state.runnable.clear();
+    state.runnable.assign(state.warps.size(), {});
     for (int i = 0; i < num_threads; ++i) {
       Fiber& fiber = state.fibers[static_cast<std::size_t>(i)];
       fiber.done = false;
@@ -234,7 +250,7 @@ inline void launch(int num_blocks, int num_threads, std::size_t shared_bytes, un
       fiber.context.uc_stack.ss_size = kStackBytes;
       fiber.context.uc_link = nullptr;
       makecontext(&fiber.context, fiber_main, 0);
-      state.runnable.push_back(i);
+      set_runnable(i);
     }
     const int first = take_runnable();
     enter(first);

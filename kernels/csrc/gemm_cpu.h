@@ -1,0 +1,189 @@
+// Products of few rows with a tile of the pool: c[R][N] = rescale[r] * c + a[R][depth] b[depth][N]; the old c is not read
+// where `rescale` is null. Include only from ISA sources (isa.h).
+#pragma once
+
+#include "attention_cpu.h"
+#include "simd.h"
+
+namespace chunkserve::CHUNKSERVE_ISA {
+namespace {
+
+CHUNKSERVE_INLINE int min_int(int a, int b) { return a < b ? a : b; }
+CHUNKSERVE_INLINE int max_int(int a, int b) { return a > b ? a : b; }
+
+// Memory that the next block of keys lies in. The products ask for it line by line while they compute: private chunks
+// are read once, and a burst of requests before or after would leave the memory idle in between.
+struct Prefetch {
+  const char* at;
+  int bytes;
+
+  CHUNKSERVE_INLINE Prefetch part(int index, int parts) const {
+    return {at + static_cast<std::int64_t>(bytes) * index / parts, bytes / parts};
+  }
+};
+
+template <int N>
+CHUNKSERVE_INLINE void prefetch_lines(const char* p) {
+#pragma GCC unroll 4
+  for (int i = 0; i < N; ++i) __builtin_prefetch(p + i * 64, 0, 2);
+}
+
+// Lines to ask for per step: as many as are read where rows are few, one where they are many and share the asking.
+template <int W, int R, int NV>
+constexpr int prefetches() {
+  constexpr int kRead = W * NV * 4 / 64;
+  return kRead < 1 ? 1 : R <= 3 ? kRead : kRead > 2 ? 2 : 1;
+}
+
+// Operands of a product: A as floats, B as `Tile` stores it.
+template <class Tile>
+struct FloatProduct {
+  using A = float;
+  using B = typename Tile::Element;
+  static constexpr bool kPairs = false;
+  static constexpr int kStep = Tile::kStep;
+
+  template <int W, int R, int NV, int LDA>
+  static CHUNKSERVE_INLINE void multiply(const A* a, const B* b, int ldb, int depth, Prefetch next,
+                                         typename Simd<W>::F (&acc)[R][NV]) {
+    const int steps = depth / kStep;
+    const int stride = (next.bytes + steps) / max_int(steps, 1);
+    for (int s = 0; s < steps; ++s) {
+      prefetch_lines<prefetches<W, R, NV>()>(next.at + s * stride);
+      step<W, R, NV, LDA, kStep>(a + s * kStep, b + s * ldb, acc);
+    }
+    // An odd number of tokens: the other half of the pair was never written and may be NaN.
+    if constexpr (kStep == 2) {
+      if (depth & 1) step<W, R, NV, LDA, 1>(a + steps * kStep, b + steps * ldb, acc);
+    }
+  }
+
+  template <int W, int R, int NV, int LDA, int J>
+  static CHUNKSERVE_INLINE void step(const A* a, const B* b, typename Simd<W>::F (&acc)[R][NV]) {
+#pragma GCC unroll 2
+    for (int j = 0; j < J; ++j) {
+      typename Simd<W>::F bv[NV];
+#pragma GCC unroll 8
+      for (int v = 0; v < NV; ++v) bv[v] = Tile::template load<W>(b + v * W * kStep, j);
+#pragma GCC unroll 6
+      for (int r = 0; r < R; ++r) {
+        const typename Simd<W>::F av = Simd<W>::set(a[r * LDA + j]);
+#pragma GCC unroll 8
+        for (int v = 0; v < NV; ++v) acc[r][v] += av * bv[v];
+      }
+    }
+  }
+};
+
+#if CHUNKSERVE_ISA_LEVEL >= 3
+// Both operands as pairs of bf16, products and sums in fp32.
+struct Bf16Product {
+  using A = std::int32_t;  // a pair
+  using B = std::uint16_t;
+  static constexpr bool kPairs = true;
+  static constexpr int kStep = 2;
+
+  template <int W, int R, int NV, int LDA>
+  static CHUNKSERVE_INLINE void multiply(const A* a, const B* b, int ldb, int depth, Prefetch next,
+                                         typename Simd<W>::F (&acc)[R][NV]) {
+    const int steps = depth / kStep;
+    const int stride = (next.bytes + steps) / max_int(steps, 1);
+    for (int s = 0; s < steps; ++s) {
+      prefetch_lines<prefetches<W, R, NV>()>(next.at + s * stride);
+      step<W, R, NV, LDA>(a + s, b + s * ldb, -1, acc);
+    }
+    if (depth & 1) step<W, R, NV, LDA>(a + steps, b + steps * ldb, 0xffff, acc);
+  }
+
+  template <int W, int R, int NV, int LDA>
+  static CHUNKSERVE_INLINE void step(const A* a, const B* b, std::int32_t mask, typename Simd<W>::F (&acc)[R][NV]) {
+    typename Simd<W>::I bv[NV];
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; ++v) bv[v] = Simd<W>::load_bits(b + v * W * kStep) & mask;
+#pragma GCC unroll 6
+    for (int r = 0; r < R; ++r) {
+      const typename Simd<W>::I av = typename Simd<W>::I{} + a[r * LDA];
+#pragma GCC unroll 4
+      for (int v = 0; v < NV; ++v) acc[r][v] = dot<W>(acc[r][v], av, bv[v]);
+    }
+  }
+
+  template <int W>
+  static CHUNKSERVE_INLINE typename Simd<W>::F dot(typename Simd<W>::F acc, typename Simd<W>::I a,
+                                                   typename Simd<W>::I b) {
+    if constexpr (W == 16) {
+      return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b);
+    } else {
+      return _mm256_dpbf16_ps(acc, (__m256bh)a, (__m256bh)b);
+    }
+  }
+};
+#endif
+
+template <class Product, int R, int W, int NV, int LDA>
+CHUNKSERVE_INLINE void tile(const typename Product::A* a, const typename Product::B* b, int ldb, int depth, float* c,
+                            int ldc, const float* rescale, Prefetch next) {
+  using S = Simd<W>;
+  typename S::F acc[R][NV];
+#pragma GCC unroll 6
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
+    for (int v = 0; v < NV; ++v) {
+      acc[r][v] = rescale ? S::load(c + r * ldc + v * W) * rescale[r] : S::set(0.0f);
+    }
+  }
+  Product::template multiply<W, R, NV, LDA>(a, b, ldb, depth, next, acc);
+#pragma GCC unroll 6
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
+    for (int v = 0; v < NV; ++v) S::store(c + r * ldc + v * W, acc[r][v]);
+  }
+}
+
+// Vectors of columns per tile: enough sums to hide the latency of a multiply-add, few enough for the registers.
+constexpr int tile_vectors(int rows) {
+  if (kNumRegisters == 32) return 4;
+  return rows == 1 ? 8 : rows <= 3 ? 4 : 2;
+}
+
+template <class Product, int LDA>
+using Gemm = void (*)(const typename Product::A* a, const typename Product::B* b, int ldb, int depth, int n, float* c,
+                      int ldc, const float* rescale, Prefetch next);
+
+template <class Product, int LDA, int R>
+__attribute__((noinline)) void gemm_rows(const typename Product::A* a, const typename Product::B* b, int ldb,
+                                         int depth, int n, float* c, int ldc, const float* rescale,
+                                         Prefetch next) {
+  constexpr int W = kWidth;
+  constexpr int kVectors = tile_vectors(R);
+  constexpr int kStep = Product::kStep;
+  int col = 0;
+  // The last columns ask again for what the column before them asked for; rare, and hits the cache.
+  const int parts = max_int(n / (W * kVectors), 1);
+  for (; col + W * kVectors <= n; col += W * kVectors) {
+    tile<Product, R, W, kVectors, LDA>(a, b + col * kStep, ldb, depth, c + col, ldc, rescale,
+                                       next.part(col / (W * kVectors), parts));
+  }
+  if constexpr (kVectors > 2) {
+    for (; col + W * 2 <= n; col += W * 2) {
+      tile<Product, R, W, 2, LDA>(a, b + col * kStep, ldb, depth, c + col, ldc, rescale, next.part(0, parts));
+    }
+  }
+  for (; col + W <= n; col += W) {
+    tile<Product, R, W, 1, LDA>(a, b + col * kStep, ldb, depth, c + col, ldc, rescale, next.part(0, parts));
+  }
+  if constexpr (W == 16) {
+    if (col < n) {
+      tile<Product, R, 8, 1, LDA>(a, b + col * kStep, ldb, depth, c + col, ldc, rescale, next.part(0, parts));
+    }
+  }
+}
+
+template <class Product, int LDA>
+constexpr Gemm<Product, LDA> kGemm[kTileRows] = {
+    gemm_rows<Product, LDA, 1>, gemm_rows<Product, LDA, 2>, gemm_rows<Product, LDA, 3>,
+    gemm_rows<Product, LDA, 4>, gemm_rows<Product, LDA, 5>, gemm_rows<Product, LDA, 6>,
+};
+
+}  // namespace
+}  // namespace chunkserve::CHUNKSERVE_ISA

@@ -1,0 +1,146 @@
+"""The decoder against transformers on small random models: biases, rotary kinds, ranks that share the work."""
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig
+
+from chunkserve.kernels.dispatch import select_backend
+from chunkserve.kernels.plan import build_plan
+from chunkserve.replica.decoder_ops import CpuOps, TorchOps
+from chunkserve.replica.kv_store import KVStore
+from chunkserve.replica.model import Decoder, DecoderConfig, ModelError
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+CONFIGS = {
+    "smollm_like": {"num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True},
+    "llama2_like": {"num_attention_heads": 4, "num_key_value_heads": 4},
+    "biases": {"num_attention_heads": 6, "num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True},
+    "llama3_like": {"num_attention_heads": 8, "num_key_value_heads": 2, "rope_parameters": LLAMA3_ROPE},
+}
+
+
+def save(folder: Path, **options: object) -> LlamaForCausalLM:
+    heads = options["num_attention_heads"]
+    assert isinstance(heads, int)
+    config = LlamaConfig(
+        vocab_size=101, hidden_size=16 * heads, intermediate_size=75, num_hidden_layers=3, head_dim=16,
+        max_position_embeddings=256, initializer_range=0.3, **options,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).float().eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter)
+    model.save_pretrained(folder, max_shard_size="100KB")
+    return model
+
+
+def store(model: Decoder, num_slots: int = 8) -> KVStore:
+    problem = model.problem(16)
+    return KVStore(select_backend(problem), problem, num_layers=model.config.num_layers, num_slots=num_slots)
+
+
+def logits_in_two_steps(model: Decoder, token_ids: list[int], split: int) -> torch.Tensor:
+    """Logits of every row: the first tokens in one step, the rest over their cached keys in another."""
+    kv = store(model)
+    slots = torch.arange(7, 0, -1, dtype=torch.int32).numpy()
+    out = []
+    with torch.inference_mode():
+        for begin, end in ((0, split), (split, len(token_ids))):
+            plan = build_plan(
+                paths=[slots], kv_lens=[end], q_lens=[end - begin], kv_present=[begin], chunk_size=16
+            )  # fmt: skip
+            ids, positions = torch.tensor(token_ids[begin:end]), torch.arange(begin, end)
+            out.append(model.forward(ids, positions, plan, kv, torch.arange(end - begin)))
+    return torch.cat(out)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_equal_those_of_transformers(tmp_path: Path, name: str) -> None:
+    reference = save(tmp_path, **CONFIGS[name])
+    token_ids = torch.randint(101, (70,), generator=torch.Generator().manual_seed(1)).tolist()
+    want = reference(torch.tensor([token_ids])).logits[0]
+    model = Decoder(tmp_path, dtype=torch.float32, max_tokens=128)
+    torch.testing.assert_close(logits_in_two_steps(model, token_ids, 37), want, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks"), [("smollm_like", 2), ("smollm_like", 3), ("biases", 2), ("llama2_like", 4)]
+)
+def test_ranks_together_are_the_whole_model(tmp_path: Path, name: str, num_ranks: int) -> None:
+    reference = save(tmp_path, **CONFIGS[name])
+    token_ids = torch.randint(101, (40,), generator=torch.Generator().manual_seed(2)).tolist()
+    want = reference(torch.tensor([token_ids])).logits[0]
+    parts: list[torch.Tensor] = [torch.empty(0)] * num_ranks
+    results: list[torch.Tensor] = [torch.empty(0)] * num_ranks
+    barrier = threading.Barrier(num_ranks, timeout=60)
+
+    def run(rank: int) -> None:
+        def reduce(part: torch.Tensor) -> torch.Tensor:
+            parts[rank] = part
+            barrier.wait()
+            total = torch.stack(parts).sum(0)
+            barrier.wait()
+            return total
+
+        model = Decoder(
+            tmp_path, dtype=torch.float32, max_tokens=64, rank=rank, num_ranks=num_ranks, reduce=reduce
+        )  # fmt: skip
+        results[rank] = logits_in_two_steps(model, token_ids, 20)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(num_ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    torch.testing.assert_close(torch.cat(results, dim=1), want, atol=2e-4, rtol=1e-4)
+
+
+def test_native_ops_equal_torch() -> None:
+    generator = torch.Generator().manual_seed(3)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    native, plain = CpuOps(), TorchOps()
+    x, y, weight, bias, norm = random(5, 48), random(5, 48), random(96, 48), random(96), random(48)
+    torch.testing.assert_close(native.linear(weight, bias)(x), plain.linear(weight, bias)(x), atol=1e-4, rtol=1e-4)
+    sums = x.clone(), x.clone()
+    normed = [ops.rms_norm(s, norm, 1e-5, residual=y) for ops, s in zip((native, plain), sums, strict=True)]
+    torch.testing.assert_close(*normed)
+    torch.testing.assert_close(*sums)
+    torch.testing.assert_close(native.silu_mul(x), plain.silu_mul(x))
+    angles = random(5, 8)
+    split = [ops.rope_qkv(random_qkv, angles.cos(), angles.sin(), 2, 1, torch.bfloat16)
+             for random_qkv in [random(5, 64)] for ops in (native, plain)]  # fmt: skip
+    for one, other in zip(*split, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_foreign_models_are_refused_with_the_reason(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"has no config\.json"):
+        DecoderConfig.load(tmp_path)
+    MistralConfig().save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="model_type is mistral; served are: llama"):
+        DecoderConfig.load(tmp_path)
+    LlamaConfig(hidden_act="gelu").save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="hidden_act is gelu"):
+        DecoderConfig.load(tmp_path)
+    LlamaConfig(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="rope_type is dynamic"):
+        DecoderConfig.load(tmp_path)
+    LlamaConfig(num_key_value_heads=4, num_attention_heads=4).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"has no \*\.safetensors"):
+        Decoder(tmp_path, dtype=torch.float32, max_tokens=16)
+    with pytest.raises(ModelError, match="tensor_parallel_size is 5; the model has 4 KV heads"):
+        Decoder(tmp_path, dtype=torch.float32, max_tokens=16, num_ranks=5)
