@@ -9,13 +9,13 @@ import psutil
 import torch
 
 from chunkserve.kernels import cpu_ops
-from chunkserve.kernels.dispatch import AttentionProblem, select_backend
+from chunkserve.kernels.dispatch import AttentionProblem, Backend, select_backend
 from chunkserve.kernels.plan import PlanOptions
 
 from .chunk_hash import ChunkScheme
 from .engine import Emit, Engine, EngineConfig
 from .kv_store import KVStore, bytes_per_chunk
-from .model import Decoder
+from .model import Decoder, DecoderConfig
 from .model_runner import ModelRunner
 from .reporter import RoutingReporter
 from .tokenizer import Tokenizer
@@ -62,75 +62,113 @@ class ReplicaOptions:
     retain_prefixes: bool = True
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sizes:
+    """What `auto` comes to on this machine."""
+
+    device: str
+    dtype: torch.dtype
+    num_threads: int
+    max_tokens: int
+    num_slots: int
+    chunk_bytes: int
+    problem: AttentionProblem
+    backend: Backend
+
+
+def check_options(options: ReplicaOptions) -> None:
+    """Find out whether a replica can be built here, without loading the model.
+
+    Raises:
+        BuildError: a knob does not fit the model or the machine; names it.
+        ModelError, BackendError: the model or the attention backend cannot be used.
+    """
+    _sizes(options, DecoderConfig.load(Path(options.model)))
+
+
 def build_engine(options: ReplicaOptions, emit: Emit, chunk_scheme: ChunkScheme | None = None) -> Engine:
     """Load the model, take the KV memory, and put an engine over them; it is not started yet.
 
     With a chunk_scheme it keeps what routers ask for.
 
     Raises:
-        BuildError: a knob does not fit the model or the machine.
-        ModelError, BackendError: the model or the attention backend cannot be used.
+        As `check_options`.
     """
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise BuildError("device is cuda; torch finds no CUDA device here")
-    num_threads = options.num_threads or len(os.sched_getaffinity(0))
-    torch.set_num_threads(num_threads)
-    cpu_ops.set_num_threads(num_threads)
-
     folder = Path(options.model)
-    tokenizer = Tokenizer(folder)
-    max_tokens = options.max_sequence_tokens or tokenizer.max_context_tokens
-    if max_tokens > tokenizer.max_context_tokens:
-        raise BuildError(
-            f"max_sequence_tokens is {max_tokens}; the model's context has {tokenizer.max_context_tokens} tokens"
-        )
-    model = Decoder(folder, dtype=_dtype(options.dtype), device=device, max_tokens=max_tokens)
-    problem = model.problem(options.chunk_size)
-    backend = select_backend(problem, options.attention_backend)
-    chunk_bytes = bytes_per_chunk(problem, model.config.num_layers)
-    num_slots = _num_slots(options, device, chunk_bytes, max_tokens)
-    kv = KVStore(backend, problem, num_layers=model.config.num_layers, num_slots=num_slots)
+    config = DecoderConfig.load(folder)
+    sizes = _sizes(options, config)
+    torch.set_num_threads(sizes.num_threads)
+    cpu_ops.set_num_threads(sizes.num_threads)
+    model = Decoder(folder, dtype=sizes.dtype, device=sizes.device, max_tokens=sizes.max_tokens)
+    kv = KVStore(sizes.backend, sizes.problem, num_layers=config.num_layers, num_slots=sizes.num_slots)
     logger.info(
         "replica built model=%s device=%s dtype=%s backend=%s threads=%d chunks=%d pool_bytes=%d",
-        folder.name, device, model.dtype, backend.name, num_threads, num_slots, num_slots * chunk_bytes,
+        folder.name, sizes.device, sizes.dtype, sizes.backend.name, sizes.num_threads, sizes.num_slots,
+        sizes.num_slots * sizes.chunk_bytes,
     )  # fmt: skip
     return Engine(
         runner=ModelRunner(model, kv),
-        tokenizer=tokenizer,
+        tokenizer=Tokenizer(folder),
         config=EngineConfig(
             chunk_size=options.chunk_size,
-            num_slots=num_slots,
-            chunk_bytes=chunk_bytes,
-            max_sequence_tokens=max_tokens,
+            num_slots=sizes.num_slots,
+            chunk_bytes=sizes.chunk_bytes,
+            max_sequence_tokens=sizes.max_tokens,
             max_running=options.max_running,
             max_step_tokens=options.max_step_tokens,
             max_waiting=options.max_waiting,
             prefix_sharing=options.prefix_sharing,
             retain_prefixes=options.retain_prefixes,
-            eos_token_ids=model.config.eos_token_ids,
-            plan=_plan_options(options, device, num_threads, problem),
+            eos_token_ids=config.eos_token_ids,
+            plan=_plan_options(options, sizes),
         ),
         emit=emit,
         reporter=RoutingReporter(chunk_scheme, max_step_tokens=options.max_step_tokens) if chunk_scheme else None,
     )
 
 
-def _dtype(name: str | None) -> torch.dtype | None:
-    return None if name is None else getattr(torch, name)
+def _sizes(options: ReplicaOptions, config: DecoderConfig) -> _Sizes:
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise BuildError("device is cuda; torch finds no CUDA device here")
+    max_tokens = options.max_sequence_tokens or config.max_context_tokens
+    if max_tokens > config.max_context_tokens:
+        raise BuildError(
+            f"max_sequence_tokens is {max_tokens}; the model's context has {config.max_context_tokens} tokens"
+        )
+    dtype = getattr(torch, options.dtype) if options.dtype else config.dtype
+    problem = config.problem(device=device, dtype=dtype, chunk_size=options.chunk_size)
+    chunk_bytes = bytes_per_chunk(problem, config.num_layers)
+    return _Sizes(
+        device=device,
+        dtype=dtype,
+        num_threads=options.num_threads or len(os.sched_getaffinity(0)),
+        max_tokens=max_tokens,
+        num_slots=_num_slots(options, device, chunk_bytes, max_tokens),
+        chunk_bytes=chunk_bytes,
+        problem=problem,
+        backend=select_backend(problem, options.attention_backend),
+    )
 
 
-def _plan_options(options: ReplicaOptions, device: str, num_threads: int, problem: AttentionProblem) -> PlanOptions:
-    workers = num_threads
-    if device == "cuda":
+def _plan_options(options: ReplicaOptions, sizes: _Sizes) -> PlanOptions:
+    workers = sizes.num_threads
+    if sizes.device == "cuda":
         workers = torch.cuda.get_device_properties(0).multi_processor_count
-    return PlanOptions(share=options.prefix_sharing, num_workers=workers, heads_per_worker_item=problem.num_kv_heads)
+    return PlanOptions(
+        share=options.prefix_sharing, num_workers=workers, heads_per_worker_item=sizes.problem.num_kv_heads
+    )
 
 
 def _num_slots(options: ReplicaOptions, device: str, chunk_bytes: int, max_tokens: int) -> int:
-    if options.pool_chunks is not None:
-        return options.pool_chunks
     needed = -(-max_tokens // options.chunk_size)
+    if options.pool_chunks is not None:
+        if options.pool_chunks < needed:
+            raise BuildError(
+                f"kv_pool_chunks is {options.pool_chunks}; one sequence of max_sequence_tokens {max_tokens} takes "
+                f"{needed}: raise kv_pool_chunks or lower max_sequence_tokens"
+            )
+        return options.pool_chunks
     if options.pool_bytes is not None:
         if options.pool_bytes < needed * chunk_bytes:
             raise BuildError(

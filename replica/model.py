@@ -84,6 +84,21 @@ class DecoderConfig:
             dtype=config.dtype or torch.float32,
         )
 
+    def problem(
+        self, *, device: str, dtype: torch.dtype, chunk_size: int, num_kv_heads: int | None = None
+    ) -> AttentionProblem:
+        """The attention of a rank that owns so many KV heads, of all of them by default."""
+        num_kv_heads = self.num_kv_heads if num_kv_heads is None else num_kv_heads
+        return AttentionProblem(
+            device=device,
+            dtype=_activation_dtype(device, dtype),
+            kv_dtype=dtype,
+            num_heads=num_kv_heads * (self.num_heads // self.num_kv_heads),
+            num_kv_heads=num_kv_heads,
+            head_dim=self.head_dim,
+            chunk_size=chunk_size,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
@@ -124,7 +139,7 @@ class Decoder:
         if num_ranks > config.num_kv_heads:
             raise ModelError(f"tensor_parallel_size is {num_ranks}; the model has {config.num_kv_heads} KV heads")
         self.dtype, self.device = dtype or config.dtype, device
-        self.activation_dtype = torch.float32 if device == "cpu" else self.dtype
+        self.activation_dtype = _activation_dtype(device, self.dtype)
         self._ops: DecoderOps = CpuOps() if device == "cpu" else TorchOps()
         self._reduce = reduce
         kv_heads = Share(total=config.num_kv_heads, rank=rank, num_ranks=num_ranks)
@@ -141,14 +156,8 @@ class Decoder:
 
     def problem(self, chunk_size: int) -> AttentionProblem:
         """This rank's attention."""
-        return AttentionProblem(
-            device=self.device,
-            dtype=self.activation_dtype,
-            kv_dtype=self.dtype,
-            num_heads=self._kv_heads.size * self._group,
-            num_kv_heads=self._kv_heads.size,
-            head_dim=self.config.head_dim,
-            chunk_size=chunk_size,
+        return self.config.problem(
+            device=self.device, dtype=self.dtype, chunk_size=chunk_size, num_kv_heads=self._kv_heads.size
         )
 
     def forward(
@@ -245,6 +254,10 @@ class _Weights:
             raise ModelError(f"the model folder has no tensor {name}")
         with safe_open(self._file_of[name], "pt") as tensors:
             return cut(tensors.get_slice(name)).to(self._device, self._dtype)
+
+
+def _activation_dtype(device: str, dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if device == "cpu" else dtype
 
 
 def _rotary_tables(folder: Path, max_tokens: int, device: str) -> tuple[Tensor, Tensor]:
