@@ -139,7 +139,7 @@ def test_sdk_and_stop_strings_over_token_borders(server: Server) -> None:
         stopped = client.complete("1, 2, 3, 4, 5,", max_tokens=24, temperature=0, stop=[stop])
         assert stopped.text == full[: full.index(stop)]
         streamed = "".join(
-            piece for piece in client.complete("1, 2, 3, 4, 5,", max_tokens=24, temperature=0, stream=True)
+            piece.text for piece in client.complete("1, 2, 3, 4, 5,", max_tokens=24, temperature=0, stream=True)
         )
         assert streamed == full
 
