@@ -26,6 +26,9 @@ logger = logging.getLogger(__name__)
 _CPU_POOL_SHARE, _CPU_POOL_LIMIT_BYTES = 0.25, 2 << 30
 _GPU_POOL_SHARE = 0.85
 
+# A step delays running streams and cancels: a few tenths of a second on two cores. Products gain nothing beyond.
+_CPU_STEP_TOKENS, _GPU_STEP_TOKENS = 128, 2048
+
 
 class BuildError(ValueError):
     """A replica cannot be built as it is configured; the message names the knob."""
@@ -43,6 +46,7 @@ class ReplicaOptions:
     chunk_size: tokens per chunk.
     pool_bytes, pool_chunks: size of the KV pool, one of them; None and None is a share of the free memory.
     max_sequence_tokens: None is the model's context.
+    max_step_tokens: None is 128 on CPUs, 2048 on GPUs, and at least max_running.
     The others: see EngineConfig.
     """
 
@@ -56,7 +60,7 @@ class ReplicaOptions:
     pool_chunks: int | None = None
     max_sequence_tokens: int | None = None
     max_running: int = 64
-    max_step_tokens: int = 512
+    max_step_tokens: int | None = None
     max_waiting: int = 256
     prefix_sharing: bool = True
     retain_prefixes: bool = True
@@ -70,6 +74,7 @@ class _Sizes:
     dtype: torch.dtype
     num_threads: int
     max_tokens: int
+    step_tokens: int
     num_slots: int
     chunk_bytes: int
     problem: AttentionProblem
@@ -115,7 +120,7 @@ def build_engine(options: ReplicaOptions, emit: Emit, chunk_scheme: ChunkScheme 
             chunk_bytes=sizes.chunk_bytes,
             max_sequence_tokens=sizes.max_tokens,
             max_running=options.max_running,
-            max_step_tokens=options.max_step_tokens,
+            max_step_tokens=sizes.step_tokens,
             max_waiting=options.max_waiting,
             prefix_sharing=options.prefix_sharing,
             retain_prefixes=options.retain_prefixes,
@@ -123,7 +128,7 @@ def build_engine(options: ReplicaOptions, emit: Emit, chunk_scheme: ChunkScheme 
             plan=_plan_options(options, sizes),
         ),
         emit=emit,
-        reporter=RoutingReporter(chunk_scheme, max_step_tokens=options.max_step_tokens) if chunk_scheme else None,
+        reporter=RoutingReporter(chunk_scheme, max_step_tokens=sizes.step_tokens) if chunk_scheme else None,
     )
 
 
@@ -144,6 +149,8 @@ def _sizes(options: ReplicaOptions, config: DecoderConfig) -> _Sizes:
         dtype=dtype,
         num_threads=options.num_threads or len(os.sched_getaffinity(0)),
         max_tokens=max_tokens,
+        step_tokens=options.max_step_tokens
+        or max(_CPU_STEP_TOKENS if device == "cpu" else _GPU_STEP_TOKENS, options.max_running),
         num_slots=_num_slots(options, device, chunk_bytes, max_tokens),
         chunk_bytes=chunk_bytes,
         problem=problem,
