@@ -122,7 +122,7 @@ def segment_kernel(
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
-        # Blocks [border[0], border[1]) begin before a row's window, the next ones are seen by all rows, the rest is
+        # Blocks before full_begin begin before a row's window, those before full_end are seen by all rows, the rest is
         # masked again. Always in this order, so that a row's sums do not depend on its neighbours.
         first_block = first // BLOCK_N
         last_block = tl.cdiv(last, BLOCK_N)
