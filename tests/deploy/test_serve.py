@@ -271,19 +271,25 @@ def test_a_killed_replica_is_told_and_replaced(server: Server) -> None:
 
 
 def test_two_replicas_share_the_load(small_model: Path) -> None:
+    def tokens_of_replicas(url: str) -> list[float]:
+        text = httpx.get(f"{url}/metrics", timeout=30).text
+        found = re.findall(r'^chunkserve_generated_tokens_total{.*replica="\w+"} (\S+)$', text, re.MULTILINE)
+        return [float(count) for count in found]
+
+    async def ask_all(url: str) -> list[str]:
+        async with AsyncClient(url) as client:
+            calls = [client.complete(f"Number {i} is", max_tokens=12, ignore_eos=True) for i in range(12)]
+            return [answer.text for answer in await asyncio.gather(*calls)]
+
     knobs = {"num_replicas": 2, "num_threads": 1, "max_sequence_tokens": 1024, "routing_policy": "round_robin"}
     with local_server(knobs) as server:
-
-        async def ask_all(url: str) -> list[str]:
-            async with AsyncClient(url) as client:
-                calls = [client.complete(f"Number {i} is", max_tokens=12, ignore_eos=True) for i in range(12)]
-                return [answer.text for answer in await asyncio.gather(*calls)]
-
+        # The server answers as soon as the first replica does.
+        deadline = time.monotonic() + 120
+        while len(tokens_of_replicas(server.url)) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.5)
         assert all(asyncio.run(ask_all(server.url)))
-        text = httpx.get(f"{server.url}/metrics", timeout=30).text
-        tokens = re.findall(r'^chunkserve_generated_tokens_total{.*replica="(\w+)"} (\S+)$', text, re.MULTILINE)
-        assert len(tokens) == 2
-        assert all(float(count) > 0 for _, count in tokens), tokens
+        assert all(count > 0 for count in tokens_of_replicas(server.url))
 
 
 def test_a_wrong_knob_stops_the_start_by_name() -> None:
