@@ -84,6 +84,7 @@ def build_plan_in_python(
     np.cumsum([len(s) for s in chunk_slots], out=chunk_indptr[1:])
     header = np.zeros(PLAN_HEADER, np.int64)
     header[:8] = (PLAN_MAGIC, PLAN_VERSION, c, b, t, len(items), int(chunk_indptr[-1]), num_partials)
+    header[8] = options.fixed_split_tokens or 0
     parts: list[NDArray[np.int64]] = [
         header,
         q_indptr,

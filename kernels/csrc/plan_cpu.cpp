@@ -164,7 +164,8 @@ struct Builder {
     const i64 sizes = kPlanHeader + (num_sequences + 1) + 3 * num_rows + (num_rows + 1) + num_partials +
                       5 * num_items + (num_items + 1) + num_chunks + num_sequences;
     std::vector<std::int32_t> data(sizes, 0);
-    const i64 header[] = {kPlanMagic, kPlanVersion, c, num_sequences, num_rows, num_items, num_chunks, num_partials};
+    const i64 header[] = {kPlanMagic,  kPlanVersion, c,            num_sequences,     num_rows,
+                          num_items,   num_chunks,   num_partials, fixed_split_tokens};
     std::copy(std::begin(header), std::end(header), data.begin());
     std::int32_t* p = data.data() + kPlanHeader;
     const auto take = [&p](i64 count) {

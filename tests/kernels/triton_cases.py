@@ -93,7 +93,7 @@ def _check(
 
 def _fixed(case: Case, tokens: int) -> AttentionPlan:
     plan = case.plan(PlanOptions(fixed_split_tokens=tokens))
-    plan.data[FIXED_SPLIT_FIELD] = tokens
+    assert plan.data[FIXED_SPLIT_FIELD] == tokens
     return plan
 
 
