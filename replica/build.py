@@ -8,16 +8,24 @@ from pathlib import Path
 import psutil
 import torch
 
+from chunkserve.cluster.collectives import Collectives
+from chunkserve.cluster.control_rows import ControlRows
+from chunkserve.cluster.membership import Membership
 from chunkserve.kernels import cpu_ops
 from chunkserve.kernels.dispatch import AttentionProblem, select_backend
 from chunkserve.kernels.plan import PlanOptions
 
 from .chunk_hash import ChunkScheme
-from .engine import Emit, Engine, EngineConfig
+from .engine import Emit, Engine, EngineConfig, build_tree
+from .follower import Follower
 from .kv_store import KVStore, bytes_per_chunk
-from .model import Decoder
+from .model import Decoder, DecoderConfig
 from .model_runner import ModelRunner
+from .prefix_tree import PrefixTree
+from .rank_sync import STATUS_BYTES, RankSync
 from .reporter import RoutingReporter
+from .scheduler import Scheduler
+from .step_core import StepCore
 from .tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -39,9 +47,9 @@ class ReplicaOptions:
     dtype: of weights, K and V; None is the type that the model is stored in.
     device: "cpu" or "cuda"; None is cuda where there is one.
     attention_backend: a name, or "auto".
-    num_threads: CPU threads of the model; None is all cores.
+    num_threads: CPU threads of the model, per rank; None is all cores, divided among the ranks.
     chunk_size: tokens per chunk.
-    pool_bytes, pool_chunks: size of the KV pool, one of them; None and None is a share of the free memory.
+    pool_bytes, pool_chunks: size of the KV pool of each rank, one of them; None and None is a share of the free memory.
     max_sequence_tokens: None is the model's context.
     The others: see EngineConfig.
     """
@@ -62,58 +70,121 @@ class ReplicaOptions:
     retain_prefixes: bool = True
 
 
-def build_engine(options: ReplicaOptions, emit: Emit, chunk_scheme: ChunkScheme | None = None) -> Engine:
+def build_engine(
+    options: ReplicaOptions, emit: Emit, chunk_scheme: ChunkScheme | None = None, place: Membership | None = None
+) -> Engine:
     """Load the model, take the KV memory, and put an engine over them; it is not started yet.
 
-    With a chunk_scheme it keeps what routers ask for.
-
+    Args:
+        chunk_scheme: with it the engine keeps what routers ask for.
+        place: of rank 0 in its group, where there are several ranks; others call `build_follower` at the same time.
     Raises:
         BuildError: a knob does not fit the model or the machine.
         ModelError, BackendError: the model or the attention backend cannot be used.
     """
+    tokenizer = Tokenizer(Path(options.model))
+    runner, config = _build_runner(options, place)
+    reporter = RoutingReporter(chunk_scheme, max_step_tokens=options.max_step_tokens) if chunk_scheme else None
+    if place is None:
+        return Engine(runner=runner, tokenizer=tokenizer, config=config, emit=emit, reporter=reporter)
+    tree = build_tree(config, reporter, audited=True)
+    return Engine(
+        runner=runner, tokenizer=tokenizer, config=config, emit=emit, reporter=reporter, tree=tree,
+        sync=_build_sync(runner, place, tree),
+    )  # fmt: skip
+
+
+def build_follower(options: ReplicaOptions, place: Membership) -> Follower:
+    """What a rank other than rank 0 runs.
+
+    Raises:
+        As build_engine.
+    """
+    runner, config = _build_runner(options, place)
+    tree = build_tree(config, audited=True)
+    sync = _build_sync(runner, place, tree)
+    scheduler = Scheduler(tree, max_running=config.max_running, max_step_tokens=config.max_step_tokens)
+    core = StepCore(scheduler, runner, plan=config.plan, eos_token_ids=config.eos_token_ids, sync=sync)
+    return Follower(core, sync)
+
+
+def device_of(options: ReplicaOptions) -> str:
+    """Where the model runs.
+
+    Raises:
+        BuildError: it cannot.
+    """
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise BuildError("device is cuda; torch finds no CUDA device here")
-    num_threads = options.num_threads or len(os.sched_getaffinity(0))
+    return device
+
+
+def _build_runner(options: ReplicaOptions, place: Membership | None) -> tuple[ModelRunner, EngineConfig]:
+    """This rank's share of the model over its KV memory; with several ranks, the tightest sizes the pools."""
+    device = device_of(options)
+    rank, num_ranks = (place.rank, place.num_ranks) if place is not None else (0, 1)
+    num_threads = options.num_threads or max(1, len(os.sched_getaffinity(0)) // num_ranks)
     torch.set_num_threads(num_threads)
     cpu_ops.set_num_threads(num_threads)
 
     folder = Path(options.model)
-    tokenizer = Tokenizer(folder)
-    max_tokens = options.max_sequence_tokens or tokenizer.max_context_tokens
-    if max_tokens > tokenizer.max_context_tokens:
-        raise BuildError(
-            f"max_sequence_tokens is {max_tokens}; the model's context has {tokenizer.max_context_tokens} tokens"
-        )
-    model = Decoder(folder, dtype=_dtype(options.dtype), device=device, max_tokens=max_tokens)
+    context = DecoderConfig.load(folder).max_context_tokens
+    max_tokens = options.max_sequence_tokens or context
+    if max_tokens > context:
+        raise BuildError(f"max_sequence_tokens is {max_tokens}; the model's context has {context} tokens")
+    model = Decoder(
+        folder, dtype=_dtype(options.dtype), device=device, max_tokens=max_tokens, rank=rank, num_ranks=num_ranks
+    )
     problem = model.problem(options.chunk_size)
     backend = select_backend(problem, options.attention_backend)
     chunk_bytes = bytes_per_chunk(problem, model.config.num_layers)
-    num_slots = _num_slots(options, device, chunk_bytes, max_tokens)
+    num_slots = _num_slots(options, device, chunk_bytes, max_tokens, num_ranks)
+    if place is not None:
+        place.group.check_exact(model.activation_dtype, model.config.hidden_size)
+        num_slots = place.group.smallest(num_slots)
+        model.collectives = _collectives(place, model, options)
     kv = KVStore(backend, problem, num_layers=model.config.num_layers, num_slots=num_slots)
     logger.info(
-        "replica built model=%s device=%s dtype=%s backend=%s threads=%d chunks=%d pool_bytes=%d",
-        folder.name, device, model.dtype, backend.name, num_threads, num_slots, num_slots * chunk_bytes,
+        "replica built model=%s rank=%d ranks=%d device=%s dtype=%s backend=%s threads=%d chunks=%d pool_bytes=%d",
+        folder.name, rank, num_ranks, device, model.dtype, backend.name, num_threads, num_slots,
+        num_slots * chunk_bytes,
     )  # fmt: skip
-    return Engine(
-        runner=ModelRunner(model, kv),
-        tokenizer=tokenizer,
-        config=EngineConfig(
-            chunk_size=options.chunk_size,
-            num_slots=num_slots,
-            chunk_bytes=chunk_bytes,
-            max_sequence_tokens=max_tokens,
-            max_running=options.max_running,
-            max_step_tokens=options.max_step_tokens,
-            max_waiting=options.max_waiting,
-            prefix_sharing=options.prefix_sharing,
-            retain_prefixes=options.retain_prefixes,
-            eos_token_ids=model.config.eos_token_ids,
-            plan=_plan_options(options, device, num_threads, problem),
-        ),
-        emit=emit,
-        reporter=RoutingReporter(chunk_scheme, max_step_tokens=options.max_step_tokens) if chunk_scheme else None,
+    config = EngineConfig(
+        chunk_size=options.chunk_size,
+        num_slots=num_slots,
+        chunk_bytes=chunk_bytes,
+        max_sequence_tokens=max_tokens,
+        max_running=options.max_running,
+        max_step_tokens=options.max_step_tokens,
+        max_waiting=options.max_waiting,
+        prefix_sharing=options.prefix_sharing,
+        retain_prefixes=options.retain_prefixes,
+        eos_token_ids=model.config.eos_token_ids,
+        plan=_plan_options(options, device, num_threads, problem),
     )
+    return ModelRunner(model, kv), config
+
+
+def _collectives(place: Membership, model: Decoder, options: ReplicaOptions) -> Collectives:
+    hidden_size, dtype = model.config.hidden_size, model.activation_dtype
+    control = ControlRows(
+        rank=place.rank,
+        num_ranks=place.num_ranks,
+        num_carriers=2 * model.config.num_layers,
+        hidden_size=hidden_size,
+        status_bytes=STATUS_BYTES,
+        dtype=dtype,
+        device=model.device,
+    )
+    return Collectives(
+        place.group, max_rows=options.max_step_tokens, hidden_size=hidden_size, dtype=dtype, control=control
+    )
+
+
+def _build_sync(runner: ModelRunner, place: Membership, tree: PrefixTree) -> RankSync:
+    assert runner.model.collectives is not None
+    return RankSync(place, runner.model.collectives, tree)
 
 
 def _dtype(name: str | None) -> torch.dtype | None:
@@ -127,7 +198,7 @@ def _plan_options(options: ReplicaOptions, device: str, num_threads: int, proble
     return PlanOptions(share=options.prefix_sharing, num_workers=workers, heads_per_worker_item=problem.num_kv_heads)
 
 
-def _num_slots(options: ReplicaOptions, device: str, chunk_bytes: int, max_tokens: int) -> int:
+def _num_slots(options: ReplicaOptions, device: str, chunk_bytes: int, max_tokens: int, num_ranks: int) -> int:
     if options.pool_chunks is not None:
         return options.pool_chunks
     needed = -(-max_tokens // options.chunk_size)
@@ -141,5 +212,5 @@ def _num_slots(options: ReplicaOptions, device: str, chunk_bytes: int, max_token
     if device == "cuda":
         free = int(torch.cuda.mem_get_info()[0] * _GPU_POOL_SHARE)
     else:
-        free = min(int(psutil.virtual_memory().available * _CPU_POOL_SHARE), _CPU_POOL_LIMIT_BYTES)
+        free = min(int(psutil.virtual_memory().available * _CPU_POOL_SHARE), _CPU_POOL_LIMIT_BYTES) // num_ranks
     return max(free // chunk_bytes, needed)

@@ -1,0 +1,147 @@
+"""The ranks of one replica as a process group: set-up over a store, the collectives, tear-down. No globals, no Ray.
+
+NCCL where the tensors are on GPUs, gloo for tensors on CPUs and for what ranks say to each other when they are idle.
+Nothing listens but on the address given.
+"""
+
+import socket
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class RankGroupError(RuntimeError):
+    """A collective failed, or the group could not be set up: a rank is gone, stalled, or does something else."""
+
+
+def open_port(host: str) -> socket.socket:
+    """A listening socket on an address of this machine, on a port that is free; hand its port to the other ranks."""
+    listener = socket.create_server((host, 0), backlog=1024)
+    return listener
+
+
+class RankGroup:
+    """One rank's end of the group. All ranks make the same calls in the same order.
+
+    Args:
+        rank, num_ranks: of this process.
+        store: (address, port) of rank 0's listener.
+        listener: of rank 0 alone, from `open_port`; the group closes it.
+        host: this rank's own address, for gloo.
+        device: "cpu" or "cuda"; of the tensors of `all_reduce` and `all_gather`.
+        join_timeout_s: for the ranks to come together.
+        timeout_s: for each call.
+    Raises:
+        RankGroupError: the ranks did not come together.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        num_ranks: int,
+        store: tuple[str, int],
+        listener: socket.socket | None = None,
+        host: str = "127.0.0.1",
+        device: str = "cpu",
+        join_timeout_s: float = 60.0,
+        timeout_s: float = 60.0,
+    ) -> None:
+        self.rank, self.num_ranks, self.device = rank, num_ranks, device
+        join_timeout, timeout = timedelta(seconds=join_timeout_s), timedelta(seconds=timeout_s)
+        try:
+            # Rank 0's store takes the socket that is bound already: by itself it would listen on all addresses.
+            self._store = dist.TCPStore(
+                store[0],
+                store[1],
+                num_ranks,
+                listener is not None,
+                join_timeout,
+                wait_for_workers=False,
+                master_listen_fd=listener.detach() if listener is not None else None,
+            )
+            options = dist.ProcessGroupGloo._Options()
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+            options._timeout = join_timeout
+            self._host_group = dist.ProcessGroupGloo(dist.PrefixStore("host", self._store), rank, num_ranks, options)
+            self._host_group._set_default_timeout(timeout)
+            self._group: dist.ProcessGroup = self._host_group
+            if device == "cuda":
+                self._group = dist.ProcessGroupNCCL(dist.PrefixStore("cuda", self._store), rank, num_ranks, timeout)
+        except (RuntimeError, ValueError) as error:
+            raise RankGroupError(f"rank {rank} of {num_ranks} did not find the others in {join_timeout_s} s: {error}") from error
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Sum over ranks, in place."""
+        try:
+            self._group.allreduce([tensor]).wait()
+        except RuntimeError as error:
+            raise self._lost("all-reduce", tensor, error) from error
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """[R, ...] of each rank, the same shape on all -> [num_ranks, R, ...]."""
+        out = tensor.new_empty((self.num_ranks * tensor.shape[0], *tensor.shape[1:]))
+        try:
+            self._group._allgather_base(out, tensor.contiguous()).wait()
+        except RuntimeError as error:
+            raise self._lost("all-gather", tensor, error) from error
+        return out.view(self.num_ranks, *tensor.shape)
+
+    def broadcast(self, data: bytes = b"") -> bytes:
+        """Rank 0's bytes, on all ranks. Blocks, and does not spin."""
+        size = torch.tensor([len(data) if self.rank == 0 else 0])
+        self._broadcast(size)
+        if not size:
+            return b""
+        body = torch.frombuffer(bytearray(data), dtype=torch.uint8) if self.rank == 0 else None
+        if body is None:
+            body = torch.empty(int(size), dtype=torch.uint8)
+        self._broadcast(body)
+        return body.numpy().tobytes()
+
+    def smallest(self, value: int) -> int:
+        """The smallest of the ranks' values."""
+        out = torch.tensor([value])
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MIN
+        try:
+            self._host_group.allreduce([out], options).wait()
+        except RuntimeError as error:
+            raise self._lost("all-reduce", out, error) from error
+        return int(out)
+
+    def check_exact(self, dtype: torch.dtype, hidden_size: int) -> None:
+        """Prove on this very communicator that bytes ride on its sums exactly, beside activations of any size.
+
+        Raises:
+            RankGroupError: they do not.
+        """
+        bytes_ = torch.arange(256, device=self.device).repeat(-(-hidden_size // 256))[:hidden_size].to(dtype)
+        owner = torch.arange(hidden_size, device=self.device) % self.num_ranks
+        big = torch.finfo(dtype).max / (2 * self.num_ranks)
+        for num_rows in (1, 2, 17):
+            sent = torch.full((1 + num_rows, hidden_size), big, dtype=dtype, device=self.device)
+            sent[0] = torch.where(owner == self.rank, bytes_, torch.zeros_like(bytes_))
+            self.all_reduce(sent)
+            if not torch.equal(sent[0], bytes_):
+                wrong = int((sent[0] != bytes_).nonzero()[0])
+                raise RankGroupError(
+                    f"the all-reduce in {dtype} is not exact: {bytes_[wrong].item()} came back as {sent[0, wrong].item()}"
+                )
+
+    def close(self) -> None:
+        """Leave the group; calls of other ranks that wait for this one fail."""
+        for group in {self._host_group, self._group}:
+            group.abort()
+
+    def _broadcast(self, tensor: Tensor) -> None:
+        try:
+            self._host_group.broadcast([tensor], dist.BroadcastOptions()).wait()
+        except RuntimeError as error:
+            raise self._lost("broadcast", tensor, error) from error
+
+    def _lost(self, what: str, tensor: Tensor, error: Exception) -> RankGroupError:
+        reason = str(error).splitlines()[0]
+        return RankGroupError(f"rank {self.rank} of {self.num_ranks}: {what} of {list(tensor.shape)} failed: {reason}")
