@@ -44,7 +44,7 @@ class Collectives:
         self._guard = guard
 
     def rows(self, num_rows: int) -> Tensor:
-        """[num_rows, hidden_size] to put the partial results of the next `all_reduce` into; overwritten by the one after."""
+        """[num_rows, hidden_size] for the partial results of the next `all_reduce`; overwritten by the one after it."""
         return self._buffer[self._first : self._first + num_rows]
 
     def all_reduce(self, partial: Tensor) -> Tensor:

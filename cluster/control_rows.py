@@ -23,7 +23,7 @@ class ControlRowsError(Exception):
 
 
 class ControlRows:
-    """The frame of one step, on its way through the carriers. `write`, then per carrier `outgoing` and `incoming`, `read`.
+    """The frame of one step: `write`, then per carrier `outgoing` and `incoming`, then `read`.
 
     Args:
         rank, num_ranks: who writes which status; rank 0 writes the payload.

@@ -96,12 +96,12 @@ class Liveness:
                     for peer in peers.values():
                         peer.connection.close()
                     raise LinkError(f"ranks {missing} of {num_ranks} did not come within {timeout_s} s") from None
-                peer = _welcome(connection, token, num_ranks)
-                if peer is None or peer.rank in peers:
+                newcomer = _welcome(connection, token, num_ranks)
+                if newcomer is None or newcomer.rank in {0, *peers}:
                     logger.warning("rank link refused: not one of ours")
                     connection.close()
                     continue
-                peers[peer.rank] = peer
+                peers[newcomer.rank] = newcomer
         return cls(0, list(peers.values()), on_lost, silence_s)
 
     @classmethod

@@ -73,7 +73,9 @@ class Meeting:
             silence_s=silence_s,
         )
 
-    def join(self, *, device: str = "cpu", on_lost: Callable[[int, str], None] = lambda rank, reason: None) -> Membership:
+    def join(
+        self, *, device: str = "cpu", on_lost: Callable[[int, str], None] = lambda rank, reason: None
+    ) -> Membership:
         """Rank 0's place, once all are there.
 
         Args:

@@ -6,10 +6,12 @@ Nothing listens but on the address given.
 
 import socket
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 
 class RankGroupError(RuntimeError):
@@ -18,8 +20,7 @@ class RankGroupError(RuntimeError):
 
 def open_port(host: str) -> socket.socket:
     """A listening socket on an address of this machine, on a port that is free; hand its port to the other ranks."""
-    listener = socket.create_server((host, 0), backlog=1024)
-    return listener
+    return socket.create_server((host, 0), backlog=1024)
 
 
 class RankGroup:
@@ -53,7 +54,7 @@ class RankGroup:
         join_timeout, timeout = timedelta(seconds=join_timeout_s), timedelta(seconds=timeout_s)
         try:
             # Rank 0's store takes the socket that is bound already: by itself it would listen on all addresses.
-            self._store = dist.TCPStore(
+            self._store = TCPStore(
                 store[0],
                 store[1],
                 num_ranks,
@@ -62,16 +63,22 @@ class RankGroup:
                 wait_for_workers=False,
                 master_listen_fd=listener.detach() if listener is not None else None,
             )
-            options = dist.ProcessGroupGloo._Options()
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+            gloo: Any = dist.ProcessGroupGloo
+            options = gloo._Options()
+            options._devices = [gloo.create_device(hostname=host)]
             options._timeout = join_timeout
-            self._host_group = dist.ProcessGroupGloo(dist.PrefixStore("host", self._store), rank, num_ranks, options)
+            self._host_group = gloo(PrefixStore("host", self._store), rank, num_ranks, options)
             self._host_group._set_default_timeout(timeout)
-            self._group: dist.ProcessGroup = self._host_group
+            self._group = self._host_group
             if device == "cuda":
-                self._group = dist.ProcessGroupNCCL(dist.PrefixStore("cuda", self._store), rank, num_ranks, timeout)
+                nccl: Any = dist.ProcessGroupNCCL
+                options = nccl.Options()
+                options._timeout = timeout
+                self._group = nccl(PrefixStore("cuda", self._store), rank, num_ranks, options)
         except (RuntimeError, ValueError) as error:
-            raise RankGroupError(f"rank {rank} of {num_ranks} did not find the others in {join_timeout_s} s: {error}") from error
+            raise RankGroupError(
+                f"rank {rank} of {num_ranks} did not find the others in {join_timeout_s} s: {error}"
+            ) from error
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum over ranks, in place."""
@@ -105,7 +112,7 @@ class RankGroup:
         """The smallest of the ranks' values."""
         out = torch.tensor([value])
         options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MIN
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)
         try:
             self._host_group.allreduce([out], options).wait()
         except RuntimeError as error:
@@ -128,7 +135,7 @@ class RankGroup:
             if not torch.equal(sent[0], bytes_):
                 wrong = int((sent[0] != bytes_).nonzero()[0])
                 raise RankGroupError(
-                    f"the all-reduce in {dtype} is not exact: {bytes_[wrong].item()} came back as {sent[0, wrong].item()}"
+                    f"the all-reduce in {dtype} is not exact: {bytes_[wrong].item()} came as {sent[0, wrong].item()}"
                 )
 
     def close(self) -> None:

@@ -33,10 +33,10 @@ class Share:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadShare:
-    """A rank's attention heads: [q_begin, q_end) of the query heads, and the KV heads [kv_begin, kv_end) that they read.
+    """A rank's attention heads: query heads [q_begin, q_end), and the KV heads [kv_begin, kv_end) that they read.
 
-    Every query head belongs to one rank. With more ranks than KV heads, ranks that share a KV head each keep a copy of it
-    and split its query heads.
+    Every query head belongs to one rank. With more ranks than KV heads, ranks that share a KV head each keep a copy of
+    it and split its query heads.
     """
 
     q_begin: int

@@ -306,7 +306,8 @@ class Engine:
         self._arrivals += request.n
         sequences = self._coming[join.arrival] = Sequence.begin_all(request, arrival=join.arrival, seed=seed)
         self._streams[request.request_id] = [
-            _Stream(sequence, Detokenizer(self._tokenizer), StopStrings(request.sampling.stop)) for sequence in sequences
+            _Stream(sequence, Detokenizer(self._tokenizer), StopStrings(request.sampling.stop))
+            for sequence in sequences
         ]
         self._edit(join)
         if self.reporter is not None:

@@ -25,6 +25,7 @@ from chunkserve.kernels.plan import AttentionPlan
 from .decoder_ops import CpuOps, DecoderOps, Linear, TorchOps
 from .kv_store import KVStore
 
+
 class ModelError(ValueError):
     """The model folder is no model that we can serve; says what is wrong with it."""
 

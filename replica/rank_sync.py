@@ -1,7 +1,7 @@
 """Keeps the ranks of a replica equal: edits ride out, digests ride back, on the all-reduces of the model's own steps.
 
-An edit that rides on step t is applied by every rank, rank 0 included, before step t + 1. A status of each rank rides on
-the same step; all ranks see all of them before a token of the step leaves.
+An edit that rides on step t is applied by every rank, rank 0 included, before step t + 1. A status of each rank rides
+on the same step; all ranks see all of them before a token of the step leaves.
 """
 
 import logging
@@ -126,7 +126,7 @@ class RankSync:
         return due
 
     def exchange(self) -> None:
-        """Instead of a step, when there is nothing to compute: rank 0's edits, all of them. Others wait for them here."""
+        """In place of a step, when there is nothing to compute: rank 0's edits, all of them. Others wait for them."""
         self.check_alive()
         self._hear(self._place.group.broadcast(bytes(self._outbox)))
         self._outbox.clear()
@@ -195,7 +195,7 @@ class RankSync:
         self._place.leave(reason)
 
     def _check_shapes(self) -> None:
-        """Before the first sum of a step: buffers of different sizes cannot be summed (gloo ends the process, NCCL hangs)."""
+        """Before a step's first sum: buffers of different sizes cannot be summed (gloo aborts, NCCL hangs)."""
         assert self._own is not None
         own = self._own
         reports = self._place.link.reports(lambda raw: RankStatus.decode(raw).step == own.step, self._stall_s)

@@ -5,11 +5,12 @@ import socket
 import psutil
 import pytest
 import torch
-from .rank_threads import on_ranks
 
 from chunkserve.cluster.collectives import Collectives
 from chunkserve.cluster.control_rows import ControlRows
 from chunkserve.cluster.rank_group import RankGroup, RankGroupError, open_port
+
+from .rank_threads import on_ranks
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
