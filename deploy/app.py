@@ -13,6 +13,7 @@ from ray.serve import Application
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
+from chunkserve.cluster.placement import replica_bundles
 from chunkserve.replica.build import ReplicaOptions
 from chunkserve.replica.protocol import ReplicaError, ReplicaLoad, Request, TokenEvent
 from chunkserve.replica.replica_actor import ReplicaActor
@@ -84,15 +85,22 @@ def build(args: Mapping[str, Any]) -> Application:
     """
     config = ServeConfig.from_args(args)
     options = replica_options(config)
-    gpus = config.tensor_parallel_size if config.device == "cuda" else 0
+    uses_gpus = config.device == "cuda"
+    ranks: dict[str, Any] = {}
+    if config.tensor_parallel_size > 1:
+        ranks["placement_group_bundles"] = replica_bundles(config.tensor_parallel_size, uses_gpus=uses_gpus)
+        ranks["placement_group_strategy"] = config.placement_strategy
     replica = serve.deployment(
         name=REPLICA,
         num_replicas=config.num_replicas,
         max_ongoing_requests=_MAX_ONGOING,
         graceful_shutdown_timeout_s=config.drain_timeout_s,
         health_check_timeout_s=config.health_stall_s + 5,
-        ray_actor_options={"num_cpus": 0, "num_gpus": gpus},
-    )(ReplicaActor).bind(options, config.health_stall_s, config.log_level)
+        ray_actor_options={"num_cpus": 0, "num_gpus": 1 if uses_gpus else 0},
+        **ranks,
+    )(ReplicaActor).bind(
+        options, config.health_stall_s, config.log_level, num_ranks=config.tensor_parallel_size
+    )  # fmt: skip
 
     # Serve takes an application builder only as a plain function; it runs in the ingress process.
     def http_app() -> FastAPI:
@@ -129,8 +137,6 @@ def replica_options(config: ServeConfig) -> ReplicaOptions:
         folder = Path(config.model).expanduser().resolve()
         if not (folder / "config.json").is_file():
             raise ConfigError(f"model: expected {SMALL_MODEL} or a folder with config.json, got {config.model!r}")
-    if config.tensor_parallel_size != 1:
-        raise ConfigError(f"tensor_parallel_size: this version serves 1, got {config.tensor_parallel_size}")
     return ReplicaOptions(
         model=str(folder),
         dtype=None if config.dtype == "auto" else config.dtype,

@@ -157,6 +157,12 @@ class Engine:
         if self._thread is not None:
             self._thread.join()
 
+    def join(self) -> bool:
+        """Wait until the loop has ended; whether it failed."""
+        if self._thread is not None:
+            self._thread.join()
+        return self._fault is not None
+
     def submit(self, request: Request) -> None:
         """Queue a request; its events come through `emit`.
 

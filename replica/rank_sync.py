@@ -35,7 +35,7 @@ class RanksDiffer(ReplicaError):
 class RankStatus:
     """What must be equal on all ranks when a step begins.
 
-    step: its number. rows: of activations. pool_chunks: slots of the pool.
+    step: its number; turns without a step count too. rows: of activations. pool_chunks: slots of the pool.
     edits, tree, sampled: digests of all edits applied, of the prefix tree, of all tokens sampled.
     """
 
@@ -126,8 +126,16 @@ class RankSync:
         return due
 
     def exchange(self) -> None:
-        """In place of a step, when there is nothing to compute: rank 0's edits, all of them. Others wait for them."""
-        self.check_alive()
+        """In place of a step, when there is nothing to compute: rank 0's edits, all of them. Others wait for them.
+
+        Raises:
+            RanksDiffer: as it says.
+        """
+        self._begin(rows=0)
+        if self.is_leader:
+            reports = self._await_reports()
+            if words := self._compare(reports):
+                raise RanksDiffer(words)
         self._hear(self._place.group.broadcast(bytes(self._outbox)))
         self._outbox.clear()
 
@@ -135,27 +143,12 @@ class RankSync:
 
     def begin_step(self, batch: Batch) -> None:
         """Before the model runs."""
-        self._step += 1
-        self._tree.audit_slots()
-        assert self._tree.audit is not None
-        self._own = RankStatus(
-            step=self._step,
-            rows=batch.num_tokens,
-            pool_chunks=self._tree.pool.num_slots,
-            edits=self._edits.copy().digest(),
-            tree=self._tree.audit.digest(),
-            sampled=self._sampled.digest(),
-        )
-        status = self._own.encode()
+        status = self._begin(batch.num_tokens)
         payload = bytes(self._outbox[: self._control.capacity])
         del self._outbox[: len(payload)]
         self.carried_bytes += len(payload)
         self._control.write(status, payload)
-        if self.is_leader:
-            self._collectives.begin_step(self._check_shapes)
-        else:
-            self._place.link.report(status)
-            self._collectives.begin_step()
+        self._collectives.begin_step(self._check_shapes if self.is_leader else None)
 
     def end_step(self) -> None:
         """After the model has run, before anything of it is used.
@@ -181,7 +174,7 @@ class RankSync:
     def explain(self, fault: BaseException) -> str:
         """What lies behind a fault of this rank: often another rank's."""
         reports = self._place.link.reports(lambda raw: False, timeout_s=1.0) if self.is_leader else {}
-        return " | ".join(dict.fromkeys(filter(None, (self._place.link.lost, self._compare(reports), str(fault)))))
+        return " | ".join(dict.fromkeys(filter(None, (*self._words(reports, "").split(" | "), str(fault)))))
 
     def dump(self) -> str:
         """The last edits that this rank applied, and its status; no words of anybody."""
@@ -194,15 +187,45 @@ class RankSync:
             logger.error("rank stops rank=%d reason=%s\n%s", self._place.rank, reason, self.dump())
         self._place.leave(reason)
 
+    def _begin(self, rows: int) -> bytes:
+        """A turn of all ranks begins: a step, or an exchange with no rows. This rank's status."""
+        self.check_alive()
+        self._step += 1
+        self._tree.audit_slots()
+        assert self._tree.audit is not None
+        self._own = RankStatus(
+            step=self._step,
+            rows=rows,
+            pool_chunks=self._tree.pool.num_slots,
+            edits=self._edits.copy().digest(),
+            tree=self._tree.audit.digest(),
+            sampled=self._sampled.digest(),
+        )
+        status = self._own.encode()
+        if not self.is_leader:
+            self._place.link.report(status)
+        return status
+
+    def _await_reports(self) -> dict[int, bytes]:
+        """What the other ranks say of this turn, once all have begun it."""
+        assert self._own is not None
+        step = self._own.step
+        reports = self._place.link.reports(lambda raw: RankStatus.decode(raw).step == step, self._stall_s)
+        if self._place.link.lost is not None or len(reports) + 1 < self._place.num_ranks:
+            raise RanksDiffer(self._words(reports, "not all ranks have begun the step"))
+        return reports
+
     def _check_shapes(self) -> None:
         """Before a step's first sum: buffers of different sizes cannot be summed (gloo aborts, NCCL hangs)."""
         assert self._own is not None
-        own = self._own
-        reports = self._place.link.reports(lambda raw: RankStatus.decode(raw).step == own.step, self._stall_s)
-        self.check_alive()
+        reports = self._await_reports()
         others = [RankStatus.decode(raw) for raw in reports.values()]
-        if len(others) + 1 < self._place.num_ranks or any((o.step, o.rows) != (own.step, own.rows) for o in others):
-            raise RanksDiffer(self._compare(reports) or "not all ranks have begun the step")
+        if any((other.step, other.rows) != (self._own.step, self._own.rows) for other in others):
+            raise RanksDiffer(self._words(reports, ""))
+
+    def _words(self, reports: dict[int, bytes], otherwise: str) -> str:
+        known = (self._place.link.lost, self._compare(reports))
+        return " | ".join(filter(None, known)) or otherwise
 
     def _compare(self, reports: dict[int, bytes]) -> str | None:
         if self._own is None or not reports:
