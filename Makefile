@@ -22,7 +22,7 @@ check: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/lint-imports
+	PYTHONPATH=.typing $(BIN)/lint-imports
 	$(BIN)/pytest -m "not slow and not ray and not model and not gpu"
 
 $(VENV)/bin/python:

@@ -1,7 +1,6 @@
 """What does sharing prefixes give a user? The same server twice, sharing on and off, under `chunkserve bench`.
 
-Both servers run side by side and are loaded by turns, each turn with new words, so that the shared prompt is cold at the
-begin of each. `warmup` requests of a turn are not measured.
+Both servers run side by side and are loaded by turns, each turn with new words, so that its shared prompt is cold.
 """
 
 import argparse

@@ -2,8 +2,8 @@
 
 A step's collectives with edits riding on them, against the same edits sent by a broadcast of their own, and against no
 edits at all. Each rank is a process over gloo on loopback. A step is the collectives of a decoder (2 all-reduces per
-layer, one gather of logits) without its arithmetic, which would bury what is compared. Modes take turns step by step, so
-that a busy machine slows all of them. 30 layers have as many collectives as SmolLM2-135M.
+layer, one gather of logits) without its arithmetic, which would bury what is compared. Modes take turns step by step,
+so that a busy machine slows all of them. 30 layers have as many collectives as SmolLM2-135M.
 """
 
 import argparse
@@ -87,7 +87,7 @@ class Rank:
                 buffer[: len(payload) + 4] = torch.frombuffer(
                     bytearray(len(payload).to_bytes(4, "little") + payload), dtype=torch.uint8
                 )
-            self.group._broadcast(buffer)
+            self.group.broadcast_tensor(buffer)
             raw = buffer.numpy().tobytes()
             heard = list(self.reader.feed(raw[4 : 4 + int.from_bytes(raw[:4], "little")]))
             self.bytes[mode] += _FIXED_BYTES

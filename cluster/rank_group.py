@@ -5,6 +5,7 @@ Nothing listens but on the address given.
 """
 
 import socket
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -82,41 +83,36 @@ class RankGroup:
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum over ranks, in place."""
-        try:
-            self._group.allreduce([tensor]).wait()
-        except RuntimeError as error:
-            raise self._lost("all-reduce", tensor, error) from error
+        self._run("all-reduce", tensor, lambda: self._group.allreduce([tensor]))
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """[R, ...] of each rank, the same shape on all -> [num_ranks, R, ...]."""
         out = tensor.new_empty((self.num_ranks * tensor.shape[0], *tensor.shape[1:]))
-        try:
-            self._group._allgather_base(out, tensor.contiguous()).wait()
-        except RuntimeError as error:
-            raise self._lost("all-gather", tensor, error) from error
+        self._run("all-gather", tensor, lambda: self._group._allgather_base(out, tensor.contiguous()))
         return out.view(self.num_ranks, *tensor.shape)
 
     def broadcast(self, data: bytes = b"") -> bytes:
         """Rank 0's bytes, on all ranks. Blocks, and does not spin."""
         size = torch.tensor([len(data) if self.rank == 0 else 0])
-        self._broadcast(size)
+        self.broadcast_tensor(size)
         if not size:
             return b""
-        body = torch.frombuffer(bytearray(data), dtype=torch.uint8) if self.rank == 0 else None
-        if body is None:
-            body = torch.empty(int(size), dtype=torch.uint8)
-        self._broadcast(body)
+        body = torch.empty(int(size), dtype=torch.uint8)
+        if self.rank == 0:
+            body = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        self.broadcast_tensor(body)
         return body.numpy().tobytes()
+
+    def broadcast_tensor(self, tensor: Tensor) -> None:
+        """Rank 0's values, in place; on the host."""
+        self._run("broadcast", tensor, lambda: self._host_group.broadcast([tensor], dist.BroadcastOptions()))
 
     def smallest(self, value: int) -> int:
         """The smallest of the ranks' values."""
         out = torch.tensor([value])
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)
-        try:
-            self._host_group.allreduce([out], options).wait()
-        except RuntimeError as error:
-            raise self._lost("all-reduce", out, error) from error
+        self._run("all-reduce", out, lambda: self._host_group.allreduce([out], options))
         return int(out)
 
     def check_exact(self, dtype: torch.dtype, hidden_size: int) -> None:
@@ -140,15 +136,17 @@ class RankGroup:
 
     def close(self) -> None:
         """Leave the group; calls of other ranks that wait for this one fail."""
-        for group in {self._host_group, self._group}:
+        group, self._group = self._group, None
+        if self.device == "cuda" and group is not None:
             group.abort()
+        # gloo closes its connections with its last reference.
+        self._host_group = None
 
-    def _broadcast(self, tensor: Tensor) -> None:
+    def _run(self, what: str, tensor: Tensor, start: Callable[[], Any]) -> None:
+        where = f"rank {self.rank} of {self.num_ranks}: {what} of {list(tensor.shape)}"
+        if self._group is None:
+            raise RankGroupError(f"{where} after the group was closed")
         try:
-            self._host_group.broadcast([tensor], dist.BroadcastOptions()).wait()
+            start().wait()
         except RuntimeError as error:
-            raise self._lost("broadcast", tensor, error) from error
-
-    def _lost(self, what: str, tensor: Tensor, error: Exception) -> RankGroupError:
-        reason = str(error).splitlines()[0]
-        return RankGroupError(f"rank {self.rank} of {self.num_ranks}: {what} of {list(tensor.shape)} failed: {reason}")
+            raise RankGroupError(f"{where} failed: {str(error).splitlines()[0]}") from error

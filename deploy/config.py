@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from chunkserve.router.policy import POLICIES, policy_options
 
 from .small_model import NAME as SMALL_MODEL
 
@@ -68,7 +70,7 @@ class ServeConfig(BaseModel):
 
     max_sequence_tokens: int | None = Field(default=None, ge=2)
     max_running_sequences: int = Field(default=64, ge=1, le=65_536)
-    max_step_tokens: int = Field(default=512, ge=1, le=1_048_576)
+    max_step_tokens: _AutoCount = "auto"
     max_waiting_requests: int = Field(default=256, ge=0)
 
     max_choices: int = Field(default=16, ge=1, le=1024)
@@ -77,6 +79,11 @@ class ServeConfig(BaseModel):
     max_stop_string_chars: int = Field(default=256, ge=1, le=65_536)
     max_top_logprobs: int = Field(default=20, ge=0, le=1000)
     max_body_bytes: _Bytes = Field(default=8 * 2**20, ge=1024, le=2**30)
+
+    routing_policy: str = "prefix"
+    routing_options: dict[str, Any] = Field(default_factory=dict)
+    routing_index_entries: int = Field(default=1_000_000, ge=1)
+    routing_report_period_s: float = Field(default=0.5, gt=0)
 
     request_timeout_s: float = Field(default=600.0, gt=0)
     health_stall_s: float = Field(default=30.0, gt=0)
@@ -87,12 +94,25 @@ class ServeConfig(BaseModel):
     def _agree(self) -> Self:
         if self.kv_pool_chunks is not None and self.kv_pool_bytes != "auto":
             raise ValueError("kv_pool_bytes, kv_pool_chunks: both size the pool; set one of them")
-        if self.max_step_tokens < self.max_running_sequences:
+        if self.max_step_tokens != "auto" and self.max_step_tokens < self.max_running_sequences:
             raise ValueError(
                 f"max_step_tokens: expected at least max_running_sequences ({self.max_running_sequences}), since each "
                 f"running sequence takes one token of a step, got {self.max_step_tokens}"
             )
         return self
+
+    @field_validator("routing_policy")
+    @classmethod
+    def _known_policy(cls, name: str) -> str:
+        if name not in POLICIES:
+            raise ValueError(f"expected one of {', '.join(POLICIES)}")
+        return name
+
+    @field_validator("routing_options")
+    @classmethod
+    def _known_options(cls, options: dict[str, Any]) -> dict[str, Any]:
+        policy_options(options)
+        return options
 
     @property
     def model_name(self) -> str:

@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Protocol
 
 from pydantic_core import to_json
@@ -29,11 +30,33 @@ logger = logging.getLogger(__name__)
 _RETRY_AFTER_S = "1"
 
 
+@dataclass(slots=True)
+class RouteReceipt:
+    """Where a request went and why, known from its first token on."""
+
+    replica: str | None = None
+    predicted_cached_tokens: int = 0
+    cached_tokens: int = 0
+
+    def headers(self) -> dict[str, str]:
+        if self.replica is None:
+            return {}
+        return {
+            "x-chunkserve-replica": self.replica,
+            "x-chunkserve-predicted-cached-tokens": str(self.predicted_cached_tokens),
+            "x-chunkserve-cached-tokens": str(self.cached_tokens),
+        }
+
+
 class ReplicaClient(Protocol):
     """The engine replicas, as the ingress sees them."""
 
-    def generate(self, request: Request) -> AsyncGenerator[Sequence[TokenEvent], None]:
+    def generate(
+        self, request: Request, receipt: RouteReceipt | None = None
+    ) -> AsyncGenerator[Sequence[TokenEvent], None]:
         """What becomes of each choice, until all have a finish_reason; closing the generator cancels the request.
+
+        A receipt is filled in before the first token comes out.
 
         Raises:
             RequestRefused: before the first item, for a request that can never be served.
@@ -81,6 +104,7 @@ class GenerationResponse(Response):
         metrics: IngressMetrics,
         arrival_s: float,
         timeout_s: float,
+        explain: bool = False,
     ) -> None:
         super().__init__(media_type="text/event-stream" if stream else "application/json")
         self._requests = requests
@@ -90,6 +114,8 @@ class GenerationResponse(Response):
         self._metrics = metrics
         self._arrival_s = arrival_s
         self._timeout_s = timeout_s
+        # Of the first prompt; its headers come out if the client asked for them.
+        self._receipt = RouteReceipt() if explain else None
         self._first_token_s: float | None = None
         self._opened = False
         # What becomes of choices that have no finish_reason of their own.
@@ -140,11 +166,15 @@ class GenerationResponse(Response):
         if self._stream:
             await send({"type": "http.response.body", "body": self._answer.stream_end(), "more_body": False})
         else:
-            await self._send_whole(200, self._answer.whole(), send)
+            await self._send_whole(200, self._answer.whole(), send, self._explained())
+
+    def _explained(self) -> Mapping[str, str]:
+        return self._receipt.headers() if self._receipt is not None else {}
 
     async def _consume(self, take: Callable[[int, Sequence[TokenEvent]], Awaitable[None]]) -> None:
         async def pump(prompt: int, request: Request) -> None:
-            async with aclosing(self._replica.generate(request)) as batches:
+            receipt = (self._receipt,) if self._receipt is not None and prompt == 0 else ()
+            async with aclosing(self._replica.generate(request, *receipt)) as batches:
                 async for events in batches:
                     _check(events)
                     if self._first_token_s is None and any(event.token_ids for event in events):
@@ -173,6 +203,7 @@ class GenerationResponse(Response):
             if not self._opened:
                 self._opened = True
                 headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+                headers += [(name.encode(), value.encode()) for name, value in self._explained().items()]
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
             await send({"type": "http.response.body", "body": body, "more_body": True})
 

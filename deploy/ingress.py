@@ -43,6 +43,8 @@ _CUT_SLACK_TOKENS = 64
 _R = TypeVar("_R", bound=GenerationRequest)
 _T = TypeVar("_T")
 _MODEL_PATH = "/v1/models/"
+# A request with this header set to 1 is told where it went, and what was cached there.
+EXPLAIN_HEADER = "x-chunkserve-explain"
 
 
 class TokenizerLike(Protocol):
@@ -212,6 +214,7 @@ class Ingress:
             metrics=self.metrics,
             arrival_s=arrival_s,
             timeout_s=self._config.request_timeout_s,
+            explain=http.headers.get(EXPLAIN_HEADER, "") == "1",
         )
 
 

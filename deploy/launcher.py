@@ -1,10 +1,12 @@
 """Starts the Serve application and stays with it: what `chunkserve serve` and `make serve` do."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -31,6 +33,7 @@ RAY_ENVIRONMENT: Mapping[str, str] = {
 }
 
 _STOP_GRACE_S = 10.0
+_DEPLOY_FAILED = re.compile(r"Deploying app '\w+' failed|DEPLOY_FAILED")
 
 
 def run_blocking(
@@ -43,7 +46,7 @@ def run_blocking(
         overrides: knobs of ServeConfig, and `host` and `port`, that differ from the file.
         say: gets a line per long step; the last one says where the server listens.
     Returns:
-        The exit status of `serve run`; 0 after an interrupt.
+        The exit status of `serve run`; 0 after an interrupt, 1 when the application cannot be deployed.
     Raises:
         ConfigError: the file or a knob is wrong; nothing was started.
     """
@@ -56,18 +59,43 @@ def run_blocking(
         if overrides:
             path = Path(folder) / "config.yaml"
             path.write_text(yaml.safe_dump(document, sort_keys=False))
+        say("Checking the model...")
+        _check_model(config)
         say(f"Starting Ray and {config.num_replicas} replica(s) of {config.model_name} (about 20 seconds)...")
         serve = Path(sys.executable).with_name("serve")
-        process = subprocess.Popen([str(serve), "run", str(path)], env={**os.environ, **RAY_ENVIRONMENT})
+        process = subprocess.Popen(
+            [str(serve), "run", str(path)],
+            env={**os.environ, **RAY_ENVIRONMENT},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+        output = _Output(process)
         try:
             with _terminations_as_interrupts():
-                if _wait_until_healthy(process, base_url(document)):
+                if _wait_until_healthy(process, output, base_url(document)):
                     say(_welcome(base_url(document), config))
-                return process.wait()
+                    return process.wait()
+                return process.poll() or 1
         except KeyboardInterrupt:
             return 0
         finally:
             _end(process, config.drain_timeout_s)
+
+
+def _check_model(config: ServeConfig) -> None:
+    """What can be known of the model without loading it. Imports torch, so not before it is needed."""
+    from chunkserve.kernels.dispatch import BackendError
+    from chunkserve.replica.build import BuildError, check_options
+    from chunkserve.replica.model import ModelError
+
+    from .app import replica_options
+
+    try:
+        check_options(replica_options(config))
+    except (BackendError, BuildError, ModelError) as error:
+        raise ConfigError(str(error)) from error
 
 
 def load_document(path: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -112,8 +140,24 @@ def base_url(document: Mapping[str, Any]) -> str:
     return f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{options.get('port', 8000)}"
 
 
-def _wait_until_healthy(process: "subprocess.Popen[bytes]", url: str) -> bool:
-    while process.poll() is None:
+class _Output:
+    """Passes on what `serve run` prints, and notices when it says that the application cannot be deployed.
+
+    `serve run` itself would go on for ever, serving nothing.
+    """
+
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        self.failed = False
+        threading.Thread(target=self._pass_on, args=(process,), daemon=True).start()
+
+    def _pass_on(self, process: "subprocess.Popen[str]") -> None:
+        for line in process.stdout or ():
+            sys.stderr.write(line)
+            self.failed = self.failed or bool(_DEPLOY_FAILED.search(line))
+
+
+def _wait_until_healthy(process: "subprocess.Popen[str]", output: _Output, url: str) -> bool:
+    while process.poll() is None and not output.failed:
         try:
             with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
                 if answer.status == 200:
@@ -145,7 +189,7 @@ class _terminations_as_interrupts:
         signal.signal(signal.SIGTERM, self._before)
 
 
-def _end(process: "subprocess.Popen[bytes]", drain_timeout_s: float) -> None:
+def _end(process: "subprocess.Popen[str]", drain_timeout_s: float) -> None:
     """Let `serve run` drain and take its Ray processes with it."""
     if process.poll() is None:
         process.send_signal(signal.SIGINT)

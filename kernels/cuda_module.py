@@ -23,7 +23,7 @@ import torch
 logger = logging.getLogger(__name__)
 
 SOURCE_FOLDER: Final = Path(__file__).parent / "csrc"
-SOURCES: Final = ("tpp.cu", "tpp_device.cuh")
+SOURCES: Final = ("tpp.cu", "tpp_device.cuh", "tpp_products.cuh")
 KERNELS: Final = ("tpp_segment", "tpp_merge", "tpp_append")
 
 _DRIVER: Final = "libcuda.so.1"

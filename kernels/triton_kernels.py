@@ -122,12 +122,14 @@ def segment_kernel(
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
-        # Blocks [border[0], border[1]) begin before a row's window, the next ones are seen by all rows, the rest is
+        # Blocks before full_begin begin before a row's window, those before full_end are seen by all rows, the rest is
         # masked again. Always in this order, so that a row's sums do not depend on its neighbours.
         first_block = first // BLOCK_N
         last_block = tl.cdiv(last, BLOCK_N)
         full_begin = first_block
         full_end = first_block
+        # The pipeline reads the slots of blocks past the end, though not their K and V.
+        at_most = tl.maximum(last - 1, 0)
         if SPLIT_MASK:
             if HAS_WINDOW:
                 full_begin = tl.minimum(tl.maximum(tl.cdiv(full_first, BLOCK_N), first_block), last_block)
@@ -144,21 +146,22 @@ def segment_kernel(
                     begin = block * BLOCK_N
                     key = begin + offs_n  # [N]
                     if CHUNK % BLOCK_N == 0:
-                        # In assembly, hidden from the pipeliner: it would stage the slots, and K and V one step less.
-                        at_slot = slots + begin // CHUNK
-                        if INTERPRETED:
-                            slot = tl.load(at_slot)
-                        else:
-                            slot = tl.inline_asm_elementwise(
-                                "ld.global.nc.s32 $0, [$1];", "=r,l", [at_slot], dtype=tl.int32, is_pure=True, pack=1
-                            )
-                        kv_offset = (slot.to(tl.int64) * NUM_KV_HEADS + kv_head) * (CHUNK * HEAD_DIM)
-                        kv_offset += begin % CHUNK * HEAD_DIM
+                        at_slot = slots + tl.minimum(begin, at_most) // CHUNK
+                    else:
+                        at_slot = slots + tl.minimum(key, at_most) // CHUNK  # [N]
+                    # In assembly, hidden from the pipeliner: it would stage the slots, and K and V one step less.
+                    if INTERPRETED:
+                        slot = tl.load(at_slot).to(tl.int64)
+                    else:
+                        slot = tl.inline_asm_elementwise(
+                            "ld.global.nc.s32 $0, [$1];", "=r,l", [at_slot], dtype=tl.int32, is_pure=True, pack=1
+                        ).to(tl.int64)
+                    if CHUNK % BLOCK_N == 0:
+                        kv_offset = (slot * NUM_KV_HEADS + kv_head) * (CHUNK * HEAD_DIM) + begin % CHUNK * HEAD_DIM
                         k_block = k + kv_offset + in_block  # [N, D]
                         v_block = v + kv_offset + in_block
                     else:
-                        slots_of_keys = tl.load(slots + key // CHUNK, mask=key < last, other=0).to(tl.int64)
-                        kv_offset = ((slots_of_keys * NUM_KV_HEADS + kv_head) * CHUNK + key % CHUNK) * HEAD_DIM  # [N]
+                        kv_offset = ((slot * NUM_KV_HEADS + kv_head) * CHUNK + key % CHUNK) * HEAD_DIM  # [N]
                         k_block = k + kv_offset[:, None] + offs_d[None, :]
                         v_block = v + kv_offset[:, None] + offs_d[None, :]
                     # Keys that no row sees may hold NaN: K is masked in the logits, V here, because 0 * NaN is NaN.

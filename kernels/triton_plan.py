@@ -63,13 +63,26 @@ class StagedPlan:
         self.num_tasks: tuple[int, ...] = (0,) * len(class_rows)
         self._class_rows = tuple(class_rows)
         self._group = group
+        self.frozen = False
         self._plan: AttentionPlan | None = None
         self._first_pos = 0
 
+    def freeze(self) -> None:
+        """A CUDA graph holds the address of the array from now on."""
+        self.frozen = True
+
     def reserve(self, num_ints: int) -> None:
-        """Make room, so that no later plan of at most this size moves the array."""
+        """Make room, so that no later plan of at most this size moves the array.
+
+        Raises:
+            BackendError: a CUDA graph holds the address.
+        """
         if num_ints > len(self.array):
-            _refuse_capture(self.array.device, f"the staged plan needs {num_ints} numbers, has {len(self.array)}")
+            if self.frozen:
+                have = len(self.array)
+                raise BackendError(
+                    f"the plan is {num_ints} numbers, a captured CUDA graph holds {have} (reserve plan_ints)"
+                )
             self.array = torch.zeros(max(num_ints, 2 * len(self.array)), dtype=torch.int32, device=self.array.device)
             self._plan = None
 
@@ -77,12 +90,13 @@ class StagedPlan:
         """Bring the plan to the device unless it is there; on the current stream, without waiting.
 
         Raises:
-            BackendError: a CUDA graph is being captured and the plan is not there yet.
+            BackendError: a CUDA graph is being captured and the plan is not there yet, or does not fit a captured one.
         """
         first_pos = int(plan.row_pos[0]) if plan.num_rows else 0
         if plan is self._plan and first_pos == self._first_pos:
             return
-        _refuse_capture(self.array.device, "the plan is not on the device")
+        if self.array.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise BackendError("a CUDA graph is being captured and the plan is not on the device: stage it before")
         if plan is self._plan and first_pos > self._first_pos:
             kernels.grow_kernel[(1,)](self.array, first_pos - self._first_pos, BLOCK=256)
         else:
@@ -130,8 +144,3 @@ def _header(plan: AttentionPlan, tasks: Sequence[Int32Array]) -> Int32Array:
         header[kernels.TASKS.value + 2 * i : kernels.TASKS.value + 2 * i + 2] = (len(task), place)
         place += task.size
     return header
-
-
-def _refuse_capture(device: torch.device, problem: str) -> None:
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise BackendError(f"a CUDA graph is being captured and {problem}: call reserve and stage before")

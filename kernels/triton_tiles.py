@@ -20,7 +20,7 @@ class Tile:
         rows: query tokens x group per program; a power of two of at least 16.
         keys: per step of the loop; a power of two of at least 16.
         warps: of one program.
-        stages: K and V tiles in flight.
+        stages: of the software pipeline; at least 3, or no tile is loaded ahead.
         programs_per_sm: resident programs per multiprocessor; the grid is this times their number.
     """
 
@@ -45,7 +45,7 @@ _SMALL_256: Final = (
 _TABLE: Final[dict[tuple[int, int, int], tuple[Tile, ...]]] = {
     (80, 32, 2): (
         Tile(rows=16, keys=64, warps=4, stages=4, programs_per_sm=4),
-        Tile(rows=64, keys=64, warps=4, stages=3, programs_per_sm=2),
+        Tile(rows=64, keys=32, warps=4, stages=4, programs_per_sm=3),
         Tile(rows=128, keys=64, warps=8, stages=3, programs_per_sm=1),
     ),
     (80, 64, 2): (
@@ -71,7 +71,7 @@ _TABLE: Final[dict[tuple[int, int, int], tuple[Tile, ...]]] = {
     (86, 256, 2): _SMALL_256,
     (90, 128, 2): (
         Tile(rows=16, keys=64, warps=4, stages=3, programs_per_sm=3),
-        Tile(rows=64, keys=64, warps=4, stages=2, programs_per_sm=2),
+        Tile(rows=64, keys=32, warps=4, stages=3, programs_per_sm=2),
         Tile(rows=128, keys=64, warps=8, stages=3, programs_per_sm=1),
     ),
     (90, 256, 2): (

@@ -80,6 +80,8 @@ class TritonBackend:
     def reserve(self, kv: LayerKV, *, plan_ints: int, partials: int) -> None:
         """Make room for later plans, so that nothing moves between the capture of a CUDA graph and its replays.
 
+        Once a graph is captured, a plan that would need more is refused, in eager calls too.
+
         Args:
             kv: any layer of the problem.
             plan_ints: numbers of the largest plan with its tasks; twice `len(plan.data)` is enough.
@@ -149,6 +151,8 @@ class TritonBackend:
         lane = self._lane(p, q.device)
         q = q if q.stride(2) == 1 else q.contiguous()
         capturing = q.is_cuda and torch.cuda.is_current_stream_capturing()
+        if capturing:
+            lane.staged.freeze()
         logit_scale, softcap_log2 = scale * LOG2_E, 0.0
         if p.softcap is not None:
             logit_scale, softcap_log2 = 2 * logit_scale / p.softcap, p.softcap * LOG2_E

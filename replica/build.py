@@ -12,7 +12,7 @@ from chunkserve.cluster.collectives import Collectives
 from chunkserve.cluster.control_rows import ControlRows
 from chunkserve.cluster.membership import Membership
 from chunkserve.kernels import cpu_ops
-from chunkserve.kernels.dispatch import AttentionProblem, select_backend
+from chunkserve.kernels.dispatch import AttentionProblem, Backend, select_backend
 from chunkserve.kernels.plan import PlanOptions
 
 from .chunk_hash import ChunkScheme
@@ -34,6 +34,9 @@ logger = logging.getLogger(__name__)
 _CPU_POOL_SHARE, _CPU_POOL_LIMIT_BYTES = 0.25, 2 << 30
 _GPU_POOL_SHARE = 0.85
 
+# A step delays running streams and cancels: a few tenths of a second on two cores. Products gain nothing beyond.
+_CPU_STEP_TOKENS, _GPU_STEP_TOKENS = 128, 2048
+
 
 class BuildError(ValueError):
     """A replica cannot be built as it is configured; the message names the knob."""
@@ -48,9 +51,11 @@ class ReplicaOptions:
     device: "cpu" or "cuda"; None is cuda where there is one.
     attention_backend: a name, or "auto".
     num_threads: CPU threads of the model, per rank; None is all cores, divided among the ranks.
+    num_ranks: ranks that share the model.
     chunk_size: tokens per chunk.
     pool_bytes, pool_chunks: size of the KV pool of each rank, one of them; None and None is a share of the free memory.
     max_sequence_tokens: None is the model's context.
+    max_step_tokens: None is 128 on CPUs, 2048 on GPUs, and at least max_running.
     The others: see EngineConfig.
     """
 
@@ -59,15 +64,41 @@ class ReplicaOptions:
     device: str | None = None
     attention_backend: str = "auto"
     num_threads: int | None = None
+    num_ranks: int = 1
     chunk_size: int = 64
     pool_bytes: int | None = None
     pool_chunks: int | None = None
     max_sequence_tokens: int | None = None
     max_running: int = 64
-    max_step_tokens: int = 512
+    max_step_tokens: int | None = None
     max_waiting: int = 256
     prefix_sharing: bool = True
     retain_prefixes: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sizes:
+    """What `auto` comes to on this machine."""
+
+    device: str
+    dtype: torch.dtype
+    num_threads: int
+    max_tokens: int
+    step_tokens: int
+    num_slots: int
+    chunk_bytes: int
+    problem: AttentionProblem
+    backend: Backend
+
+
+def check_options(options: ReplicaOptions) -> None:
+    """Find out whether a replica can be built here, without loading the model.
+
+    Raises:
+        BuildError: a knob does not fit the model or the machine; names it.
+        ModelError, BackendError: the model or the attention backend cannot be used.
+    """
+    _sizes(options, DecoderConfig.load(Path(options.model)), 0, options.num_ranks)
 
 
 def build_engine(
@@ -79,26 +110,27 @@ def build_engine(
         chunk_scheme: with it the engine keeps what routers ask for.
         place: of rank 0 in its group, where there are several ranks; others call `build_follower` at the same time.
     Raises:
-        BuildError: a knob does not fit the model or the machine.
-        ModelError, BackendError: the model or the attention backend cannot be used.
+        As `check_options`.
     """
-    tokenizer = Tokenizer(Path(options.model))
     runner, config = _build_runner(options, place)
-    reporter = RoutingReporter(chunk_scheme, max_step_tokens=options.max_step_tokens) if chunk_scheme else None
-    if place is None:
-        return Engine(runner=runner, tokenizer=tokenizer, config=config, emit=emit, reporter=reporter)
-    tree = build_tree(config, reporter, audited=True)
+    reporter = RoutingReporter(chunk_scheme, max_step_tokens=config.max_step_tokens) if chunk_scheme else None
+    tree = build_tree(config, reporter, audited=place is not None)
     return Engine(
-        runner=runner, tokenizer=tokenizer, config=config, emit=emit, reporter=reporter, tree=tree,
-        sync=_build_sync(runner, place, tree),
-    )  # fmt: skip
+        runner=runner,
+        tokenizer=Tokenizer(Path(options.model)),
+        config=config,
+        emit=emit,
+        reporter=reporter,
+        tree=tree,
+        sync=_build_sync(runner, place, tree) if place is not None else None,
+    )
 
 
 def build_follower(options: ReplicaOptions, place: Membership) -> Follower:
     """What a rank other than rank 0 runs.
 
     Raises:
-        As build_engine.
+        As `check_options`.
     """
     runner, config = _build_runner(options, place)
     tree = build_tree(config, audited=True)
@@ -121,52 +153,43 @@ def device_of(options: ReplicaOptions) -> str:
 
 
 def _build_runner(options: ReplicaOptions, place: Membership | None) -> tuple[ModelRunner, EngineConfig]:
-    """This rank's share of the model over its KV memory; with several ranks, the tightest sizes the pools."""
-    device = device_of(options)
-    rank, num_ranks = (place.rank, place.num_ranks) if place is not None else (0, 1)
-    num_threads = options.num_threads or max(1, len(os.sched_getaffinity(0)) // num_ranks)
-    torch.set_num_threads(num_threads)
-    cpu_ops.set_num_threads(num_threads)
-
+    """This rank's share of the model over its KV memory; the tightest rank sizes the pools of all."""
     folder = Path(options.model)
-    context = DecoderConfig.load(folder).max_context_tokens
-    max_tokens = options.max_sequence_tokens or context
-    if max_tokens > context:
-        raise BuildError(f"max_sequence_tokens is {max_tokens}; the model's context has {context} tokens")
+    config = DecoderConfig.load(folder)
+    rank, num_ranks = (place.rank, place.num_ranks) if place is not None else (0, 1)
+    sizes = _sizes(options, config, rank, num_ranks)
+    torch.set_num_threads(sizes.num_threads)
+    cpu_ops.set_num_threads(sizes.num_threads)
     model = Decoder(
-        folder, dtype=_dtype(options.dtype), device=device, max_tokens=max_tokens, rank=rank, num_ranks=num_ranks
+        folder, dtype=sizes.dtype, device=sizes.device, max_tokens=sizes.max_tokens, rank=rank, num_ranks=num_ranks
     )
-    problem = model.problem(options.chunk_size)
-    backend = select_backend(problem, options.attention_backend)
-    chunk_bytes = bytes_per_chunk(problem, model.config.num_layers)
-    num_slots = _num_slots(options, device, chunk_bytes, max_tokens, num_ranks)
+    num_slots = sizes.num_slots
     if place is not None:
-        place.group.check_exact(model.activation_dtype, model.config.hidden_size)
+        place.group.check_exact(model.activation_dtype, config.hidden_size)
         num_slots = place.group.smallest(num_slots)
-        model.collectives = _collectives(place, model, options)
-    kv = KVStore(backend, problem, num_layers=model.config.num_layers, num_slots=num_slots)
+        model.collectives = _collectives(place, model, sizes.step_tokens)
+    kv = KVStore(sizes.backend, sizes.problem, num_layers=config.num_layers, num_slots=num_slots)
     logger.info(
         "replica built model=%s rank=%d ranks=%d device=%s dtype=%s backend=%s threads=%d chunks=%d pool_bytes=%d",
-        folder.name, rank, num_ranks, device, model.dtype, backend.name, num_threads, num_slots,
-        num_slots * chunk_bytes,
+        folder.name, rank, num_ranks, sizes.device, sizes.dtype, sizes.backend.name, sizes.num_threads, num_slots,
+        num_slots * sizes.chunk_bytes,
     )  # fmt: skip
-    config = EngineConfig(
+    return ModelRunner(model, kv), EngineConfig(
         chunk_size=options.chunk_size,
         num_slots=num_slots,
-        chunk_bytes=chunk_bytes,
-        max_sequence_tokens=max_tokens,
+        chunk_bytes=sizes.chunk_bytes,
+        max_sequence_tokens=sizes.max_tokens,
         max_running=options.max_running,
-        max_step_tokens=options.max_step_tokens,
+        max_step_tokens=sizes.step_tokens,
         max_waiting=options.max_waiting,
         prefix_sharing=options.prefix_sharing,
         retain_prefixes=options.retain_prefixes,
-        eos_token_ids=model.config.eos_token_ids,
-        plan=_plan_options(options, device, num_threads, problem),
+        eos_token_ids=config.eos_token_ids,
+        plan=_plan_options(options, sizes),
     )
-    return ModelRunner(model, kv), config
 
 
-def _collectives(place: Membership, model: Decoder, options: ReplicaOptions) -> Collectives:
+def _collectives(place: Membership, model: Decoder, step_tokens: int) -> Collectives:
     hidden_size, dtype = model.config.hidden_size, model.activation_dtype
     control = ControlRows(
         rank=place.rank,
@@ -177,9 +200,7 @@ def _collectives(place: Membership, model: Decoder, options: ReplicaOptions) -> 
         dtype=dtype,
         device=model.device,
     )
-    return Collectives(
-        place.group, max_rows=options.max_step_tokens, hidden_size=hidden_size, dtype=dtype, control=control
-    )
+    return Collectives(place.group, max_rows=step_tokens, hidden_size=hidden_size, dtype=dtype, control=control)
 
 
 def _build_sync(runner: ModelRunner, place: Membership, tree: PrefixTree) -> RankSync:
@@ -187,21 +208,50 @@ def _build_sync(runner: ModelRunner, place: Membership, tree: PrefixTree) -> Ran
     return RankSync(place, runner.model.collectives, tree)
 
 
-def _dtype(name: str | None) -> torch.dtype | None:
-    return None if name is None else getattr(torch, name)
+def _sizes(options: ReplicaOptions, config: DecoderConfig, rank: int, num_ranks: int) -> _Sizes:
+    device = device_of(options)
+    max_tokens = options.max_sequence_tokens or config.max_context_tokens
+    if max_tokens > config.max_context_tokens:
+        raise BuildError(
+            f"max_sequence_tokens is {max_tokens}; the model's context has {config.max_context_tokens} tokens"
+        )
+    dtype = getattr(torch, options.dtype) if options.dtype else config.dtype
+    problem = config.problem(
+        device=device, dtype=dtype, chunk_size=options.chunk_size, rank=rank, num_ranks=num_ranks
+    )  # fmt: skip
+    chunk_bytes = bytes_per_chunk(problem, config.num_layers)
+    return _Sizes(
+        device=device,
+        dtype=dtype,
+        num_threads=options.num_threads or max(1, len(os.sched_getaffinity(0)) // num_ranks),
+        max_tokens=max_tokens,
+        step_tokens=options.max_step_tokens
+        or max(_CPU_STEP_TOKENS if device == "cpu" else _GPU_STEP_TOKENS, options.max_running),
+        num_slots=_num_slots(options, device, chunk_bytes, max_tokens, num_ranks),
+        chunk_bytes=chunk_bytes,
+        problem=problem,
+        backend=select_backend(problem, options.attention_backend),
+    )
 
 
-def _plan_options(options: ReplicaOptions, device: str, num_threads: int, problem: AttentionProblem) -> PlanOptions:
-    workers = num_threads
-    if device == "cuda":
+def _plan_options(options: ReplicaOptions, sizes: _Sizes) -> PlanOptions:
+    workers = sizes.num_threads
+    if sizes.device == "cuda":
         workers = torch.cuda.get_device_properties(0).multi_processor_count
-    return PlanOptions(share=options.prefix_sharing, num_workers=workers, heads_per_worker_item=problem.num_kv_heads)
+    return PlanOptions(
+        share=options.prefix_sharing, num_workers=workers, heads_per_worker_item=sizes.problem.num_kv_heads
+    )
 
 
 def _num_slots(options: ReplicaOptions, device: str, chunk_bytes: int, max_tokens: int, num_ranks: int) -> int:
-    if options.pool_chunks is not None:
-        return options.pool_chunks
     needed = -(-max_tokens // options.chunk_size)
+    if options.pool_chunks is not None:
+        if options.pool_chunks < needed:
+            raise BuildError(
+                f"kv_pool_chunks is {options.pool_chunks}; one sequence of max_sequence_tokens {max_tokens} takes "
+                f"{needed}: raise kv_pool_chunks or lower max_sequence_tokens"
+            )
+        return options.pool_chunks
     if options.pool_bytes is not None:
         if options.pool_bytes < needed * chunk_bytes:
             raise BuildError(

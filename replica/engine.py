@@ -183,7 +183,7 @@ class Engine:
                 "max_tokens",
             )
         with self._lock:
-            self._check_alive()
+            self.check_alive()
             waiting = self._num_open - len(self._scheduler.running)
             if waiting + request.n > self.config.max_waiting + self.config.max_running:
                 raise ReplicaOverloaded(
@@ -192,6 +192,13 @@ class Engine:
                 )
             self._num_open += request.n
             self._inbox.put(lambda: self._begin(request))
+
+    def check_alive(self) -> None:
+        """Raises EngineStopped if the loop has ended."""
+        if self._fault is not None:
+            raise EngineStopped(f"the engine has failed: {self._fault}")
+        if self._stopping or self._closed:
+            raise EngineStopped("the engine has stopped")
 
     def cancel(self, request_id: str) -> None:
         """Drop a request wherever it is; nothing happens if it has ended."""
@@ -206,10 +213,10 @@ class Engine:
         """
         answered = threading.Event()
         with self._lock:
-            self._check_alive()
+            self.check_alive()
             self._inbox.put(answered.set)
         if not answered.wait(timeout_s):
-            self._check_alive()
+            self.check_alive()
             raise TimeoutError(f"the engine's loop has not come round for {self._turn_age_s():.1f} s")
 
     def clear_prefixes(self) -> None:
@@ -459,12 +466,6 @@ class Engine:
                 for choice in range(request.n)
             ]
         )
-
-    def _check_alive(self) -> None:
-        if self._fault is not None:
-            raise EngineStopped(f"the engine has failed: {self._fault}")
-        if self._stopping or self._closed:
-            raise EngineStopped("the engine has stopped")
 
     def _turn_age_s(self) -> float:
         return self._clock() - self._last_turn_s

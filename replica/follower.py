@@ -31,6 +31,10 @@ class Follower:
             self._sync.leave(f"{type(fault).__name__}: {fault}")
             raise
 
+    def dump(self) -> str:
+        """The last edits of this rank, for a log."""
+        return self._sync.dump()
+
     def turn(self) -> bool:
         """A step, or waiting for edits where there is none; whether it was a step."""
         for edit in self._sync.take_due():

@@ -82,6 +82,33 @@ class DecoderConfig:
             dtype=config.dtype or torch.float32,
         )
 
+    def heads(self, rank: int = 0, num_ranks: int = 1) -> HeadShare:
+        """The attention heads of a rank.
+
+        Raises:
+            ModelError: there are not enough for so many ranks.
+        """
+        if num_ranks > self.num_heads:
+            raise ModelError(f"tensor_parallel_size is {num_ranks}; the model has {self.num_heads} attention heads")
+        return HeadShare.of(
+            num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, rank=rank, num_ranks=num_ranks
+        )  # fmt: skip
+
+    def problem(
+        self, *, device: str, dtype: torch.dtype, chunk_size: int, rank: int = 0, num_ranks: int = 1
+    ) -> AttentionProblem:
+        """The attention of a rank."""
+        heads = self.heads(rank, num_ranks)
+        return AttentionProblem(
+            device=device,
+            dtype=_activation_dtype(device, dtype),
+            kv_dtype=dtype,
+            num_heads=heads.num_heads,
+            num_kv_heads=heads.num_kv_heads,
+            head_dim=self.head_dim,
+            chunk_size=chunk_size,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
@@ -119,15 +146,12 @@ class Decoder:
         num_ranks: int = 1,
     ) -> None:
         self.config = config = DecoderConfig.load(folder)
-        if num_ranks > config.num_heads:
-            raise ModelError(f"tensor_parallel_size is {num_ranks}; the model has {config.num_heads} attention heads")
+        self._heads = config.heads(rank, num_ranks)
+        self._rank, self._num_ranks = rank, num_ranks
         self.dtype, self.device = dtype or config.dtype, device
-        self.activation_dtype = torch.float32 if device == "cpu" else self.dtype
+        self.activation_dtype = _activation_dtype(device, self.dtype)
         self._ops: DecoderOps = CpuOps() if device == "cpu" else TorchOps()
         self.collectives: Collectives | None = None
-        self._heads = HeadShare.of(
-            num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, rank=rank, num_ranks=num_ranks
-        )
         self._columns = Share(total=config.intermediate_size, rank=rank, num_ranks=num_ranks)
         vocab = [Share(total=config.vocab_size, rank=r, num_ranks=num_ranks) for r in range(num_ranks)]
         self._vocab_widths = [share.size for share in vocab]
@@ -141,14 +165,8 @@ class Decoder:
 
     def problem(self, chunk_size: int) -> AttentionProblem:
         """This rank's attention."""
-        return AttentionProblem(
-            device=self.device,
-            dtype=self.activation_dtype,
-            kv_dtype=self.dtype,
-            num_heads=self._heads.num_heads,
-            num_kv_heads=self._heads.num_kv_heads,
-            head_dim=self.config.head_dim,
-            chunk_size=chunk_size,
+        return self.config.problem(
+            device=self.device, dtype=self.dtype, chunk_size=chunk_size, rank=self._rank, num_ranks=self._num_ranks
         )
 
     def forward(
@@ -256,6 +274,10 @@ class _Weights:
             raise ModelError(f"the model folder has no tensor {name}")
         with safe_open(self._file_of[name], "pt") as tensors:
             return cut(tensors.get_slice(name)).to(self._device, self._dtype)
+
+
+def _activation_dtype(device: str, dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if device == "cpu" else dtype
 
 
 def _rotary_tables(folder: Path, max_tokens: int, device: str) -> tuple[Tensor, Tensor]:

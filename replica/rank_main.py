@@ -6,6 +6,7 @@ import os
 from chunkserve.cluster.membership import Rendezvous, join
 
 from .build import ReplicaOptions, build_follower, device_of
+from .follower import Follower
 
 logger = logging.getLogger(__name__)
 
@@ -19,18 +20,21 @@ def run_rank(host: str, rank: int, place: Rendezvous, options: ReplicaOptions, l
     logging.basicConfig(format="%(levelname)s %(asctime)s %(name)s %(message)s")
     logging.getLogger("chunkserve").setLevel(log_level.upper())
 
+    followers: list[Follower] = []
+
     def lost(leader: int, reason: str) -> None:
-        logger.warning("rank ends rank=%d reason=%s", rank, reason)
+        dump = followers[0].dump() if followers else ""
+        logger.warning("rank ends rank=%d reason=%s\n%s", rank, reason, dump)
         os._exit(0)
 
     try:
         membership = join(place, rank, on_lost=lost, host=host, device=device_of(options))
         try:
-            follower = build_follower(options, membership)
+            followers.append(build_follower(options, membership))
         except BaseException as fault:
             membership.leave(f"{type(fault).__name__}: {fault}")
             raise
-        follower.run()
+        followers[0].run()
     except BaseException:
         logger.exception("rank failed rank=%d", rank)
         os._exit(1)

@@ -31,11 +31,12 @@ _LAST_WORDS_S = 2.0
 class ReplicaActor:
     """One copy of the model. Serve makes as many as `num_replicas` says.
 
+    With several ranks this process is rank 0, and its placement group has a bundle for each of them.
+
     Args:
         options: the model and its sizes.
         health_stall_s: the engine's loop must come round within this time, in seconds.
         chunk_scheme: how routers name chunks; None tells them nothing.
-        num_ranks: ranks of this replica; this process is rank 0, and its placement group has a bundle for each.
     """
 
     def __init__(
@@ -44,14 +45,13 @@ class ReplicaActor:
         health_stall_s: float,
         log_level: str = "info",
         chunk_scheme: ChunkScheme | None = None,
-        num_ranks: int = 1,
     ) -> None:
         logging.getLogger("chunkserve").setLevel(log_level.upper())
         bind_to_node_address()
         self._health_stall_s = health_stall_s
         self._loop = asyncio.get_event_loop()
         self._queues: dict[str, asyncio.Queue[TokenEvent]] = {}
-        place = self._gather(options, num_ranks, log_level) if num_ranks > 1 else None
+        place = self._gather(options, log_level) if options.num_ranks > 1 else None
         self._engine: Engine = build_engine(options, self._emit, chunk_scheme, place)
         self._engine.start()
         if place is not None:
@@ -64,19 +64,22 @@ class ReplicaActor:
 
         Raises:
             RequestRefused, ReplicaOverloaded: before the first item.
-            EngineStopped: the engine has failed.
+            EngineStopped: the engine has failed; before the first item, so that another replica may do it.
         """
         if request.request_id in self._queues:
             raise ReplicaError(f"request_id {request.request_id} is in use")
         events: asyncio.Queue[TokenEvent] = asyncio.Queue()
         self._queues[request.request_id] = events
-        unfinished = request.n
+        unfinished, started = request.n, False
         try:
             self._engine.submit(request)
             while unfinished:
                 items = [await events.get()]
                 while not events.empty():
                     items.append(events.get_nowait())
+                if not started and items[0].finish_reason == "error":
+                    self._engine.check_alive()
+                started = True
                 unfinished -= sum(item.finish_reason is not None for item in items)
                 yield items
         finally:
@@ -108,12 +111,12 @@ class ReplicaActor:
         """
         await asyncio.to_thread(self._engine.ping, self._health_stall_s)
 
-    def _gather(self, options: ReplicaOptions, num_ranks: int, log_level: str) -> Membership:
+    def _gather(self, options: ReplicaOptions, log_level: str) -> Membership:
         """Start the other ranks, and wait for them."""
         device = device_of(options)
-        meeting = Meeting(num_ranks, host=ray.util.get_node_ip_address())
+        meeting = Meeting(options.num_ranks, host=ray.util.get_node_ip_address())
         self._ranks = start_ranks(
-            num_ranks, run_rank, meeting.rendezvous, options, log_level, uses_gpus=device == "cuda"
+            options.num_ranks, run_rank, meeting.rendezvous, options, log_level, uses_gpus=device == "cuda"
         )  # fmt: skip
 
         def lost(rank: int, reason: str) -> None:

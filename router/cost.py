@@ -41,11 +41,14 @@ class CostModel:
 class CostOptions:
     """Weights of what is not plain time to the first token.
 
+    prefill_weight: of computing what is not cached, over the time that it takes the request itself: it holds up those
+        that come after, too. 0 looks at this request only, and computes a prefix twice rather than wait for it.
     decode_weight: of the time that the stream's own decoding takes; 0 looks at the first token only.
     sharing_weight: of the decode time that sharing saves; 0 leaves it out.
     reuse_share: share of evicted tokens that somebody will want again.
     """
 
+    prefill_weight: float = 1.5
     decode_weight: float = 0.25
     sharing_weight: float = 1.0
     reuse_share: float = 0.25

@@ -3,10 +3,11 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import TypeAdapter
 
 from .cost import CostModel, CostOptions, eviction_s
 
@@ -95,6 +96,9 @@ class PolicyOptions:
     cost: CostOptions = field(default_factory=CostOptions)
 
 
+_OPTIONS = TypeAdapter(PolicyOptions)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
     """Replicas, best first, as positions in the view; and why the first."""
@@ -104,6 +108,20 @@ class Choice:
 
 
 Policy = Callable[[RouteRequest, ClusterView, PolicyOptions], Choice]
+
+
+def policy_options(fields: Mapping[str, Any]) -> PolicyOptions:
+    """PolicyOptions out of plain JSON; those of CostOptions stand under `cost`.
+
+    Raises:
+        ValueError: an option that there is not, or a wrong value.
+    """
+    cost = fields.get("cost", {})
+    for given, known in ((fields, PolicyOptions), (cost, CostOptions)):
+        if unknown := set(given) - set(known.__dataclass_fields__):
+            names = ", ".join(known.__dataclass_fields__)
+            raise ValueError(f"routing_options: no option {', '.join(sorted(unknown))}; expected some of {names}")
+    return _OPTIONS.validate_python(dict(fields))
 
 
 def choose_replica(policy: str, request: RouteRequest, view: ClusterView, options: PolicyOptions) -> Choice:
@@ -129,7 +147,7 @@ def prefix(request: RouteRequest, view: ClusterView, options: PolicyOptions) -> 
     new_tokens = request.prompt_tokens + request.output_tokens - cached
     seconds = (
         view.work_s
-        + view.cost.prefill_s(request.prompt_tokens, cached)
+        + (1 + weights.prefill_weight) * view.cost.prefill_s(request.prompt_tokens, cached)
         + weights.decode_weight * view.cost.decode_s(request.output_tokens, view.num_requests.astype(np.float64))
         + eviction_s(view.cost, weights, new_tokens, view.free_tokens)
         - weights.sharing_weight

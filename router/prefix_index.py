@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-# Entries that the hand passes per inserted entry: dead bits and expired beliefs go in passing.
+# Entries that the hand passes per inserted entry while bits are dead.
 _SWEEP_PER_INSERT = 2
 
 
@@ -212,8 +212,9 @@ class PrefixIndex:
 
     def _insert(self, digest: bytes, parent: int) -> int | None:
         """A new entry; None if only its own ancestors could make room."""
-        for _ in range(_SWEEP_PER_INSERT):
-            self._pass_by(parent)
+        if self._dying or self._dead:
+            for _ in range(_SWEEP_PER_INSERT):
+                self._pass_by(parent)
         if len(self._at) >= self.max_entries and not self._make_room(parent):
             return None
         if self._free:

@@ -300,6 +300,14 @@ class RoutingState:
             self._tickets.pop(key, None)
             self.loads.release(key)
 
+    def work_s(self, now_s: float) -> dict[str, float]:
+        """Seconds of work by replica, as this router sees it."""
+        with self._lock:
+            replicas = list(self._replicas.values())
+            rows = np.array([replica.row for replica in replicas], np.int64)
+            seconds = self.loads.work_s(rows, now_s).tolist()
+            return dict(zip((replica.name for replica in replicas), seconds, strict=True))
+
     @property
     def num_open(self) -> int:
         """Requests that are open. When it is 0, `loads.num_open` is too."""
@@ -389,7 +397,9 @@ class _Arrays:
 
     def __init__(self, replicas: Sequence[_Replica], chunk_size: int) -> None:
         reports = [replica.report for replica in replicas]
-        steps = [report.step if report else StepTime() for report in reports]
+        # Who has not reported yet is taken to be like another: a guess of our own might make it look fast.
+        like = next((report.step for report in reports if report), StepTime())
+        steps = [report.step if report else like for report in reports]
 
         def floats(values: Sequence[float]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
             return np.array(values, np.float64)

@@ -244,8 +244,8 @@ class _Replica:
         return len(request.digests)
 
     def _keep(self, digests: Sequence[bytes]) -> None:
-        parents = [None, *digests[:-1]]
-        for digest, parent in zip(digests, parents, strict=True):
+        for parent, digest in itertools.pairwise((None, *digests)):
+            assert digest is not None
             if digest not in self.cache:
                 self.cache[digest] = parent
                 self.changes.append((digest, parent, True))

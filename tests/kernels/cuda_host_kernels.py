@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from chunkserve.kernels.cuda_module import KERNELS, SOURCE_FOLDER
+from chunkserve.kernels.cuda_module import KERNELS, SOURCE_FOLDER, SOURCES
 from chunkserve.kernels.dispatch import AttentionProblem
 
 HOST_FOLDER = Path(__file__).parent / "cuda_host"
@@ -57,7 +57,7 @@ def host_loader(
     *,
     shared_limit: int = SM_80,
     flags: Sequence[str] = (),
-    source: str | None = None,
+    mutation: tuple[str, str] | None = None,
     num_blocks: int = 3,
     seed: int = 0,
 ) -> Callable[[AttentionProblem, torch.device], HostKernels]:
@@ -67,14 +67,18 @@ def host_loader(
         folder: of shared libraries, named by all that went into them.
         shared_limit: bytes of shared memory of the device that is played.
         flags: more for g++.
-        source: instead of csrc/tpp.cu.
+        mutation: text of the source that occurs once, and what to compile instead.
         num_blocks: that run at once.
         seed: of the order of threads, blocks and copies.
     """
 
     def load(problem: AttentionProblem, device: torch.device) -> HostKernels:
         assert device.type == "cpu"
-        text = (SOURCE_FOLDER / "tpp.cu").read_text() if source is None else source
+        sources = {name: (SOURCE_FOLDER / name).read_text() for name in SOURCES}
+        if mutation is not None:
+            right, wrong = mutation
+            assert sum(text.count(right) for text in sources.values()) == 1
+            sources = {name: text.replace(right, wrong) for name, text in sources.items()}
         command = [
             *("g++", "-std=c++20", "-O2", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-clobbered"),
             *("-shared", "-fPIC", f"-I{HOST_FOLDER}"),
@@ -82,15 +86,16 @@ def host_loader(
             f"-DTPP_SHARED_LIMIT={shared_limit}",
             *flags,
         ]
-        inputs = [text, *(p.read_text() for p in sorted(HOST_FOLDER.iterdir())), *command]
+        inputs = [*sources.values(), *(p.read_text() for p in sorted(HOST_FOLDER.iterdir())), *command]
         key = hashlib.sha256("\0".join(inputs).encode()).hexdigest()[:16]
         library = folder / f"{key}.so"
         if not library.exists():
-            sources = folder / key
-            sources.mkdir(exist_ok=True)
-            (sources / "tpp.cu").write_text(text)
+            copies = folder / key
+            copies.mkdir(exist_ok=True)
+            for name, text in sources.items():
+                (copies / name).write_text(text)
             building = folder / f"{key}.building.so"
-            subprocess.run([*command, f"-I{sources}", str(HOST_FOLDER / "driver.cpp"), "-o", str(building)], check=True)
+            subprocess.run([*command, f"-I{copies}", str(HOST_FOLDER / "driver.cpp"), "-o", str(building)], check=True)
             building.rename(library)
         return HostKernels(library, num_blocks=num_blocks, seed=seed)
 

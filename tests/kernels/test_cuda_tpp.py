@@ -80,9 +80,22 @@ def _check(
     assert worst_error(out, want) <= TOLERANCE[problem.dtype]
 
 
+_slow = pytest.mark.slow  # each head dim and dtype is compiled once
+
+
 @pytest.mark.parametrize(
     ("dtype", "d"),
-    [(HALF, 16), (HALF, 80), (HALF, 96), (HALF, 128), (HALF, 256), (BFLOAT, 128), (FLOAT, 80), (FLOAT, 256)],
+    [
+        (HALF, 80),
+        (HALF, 128),
+        (HALF, 256),
+        (FLOAT, 256),
+        pytest.param(HALF, 16, marks=_slow),
+        pytest.param(HALF, 96, marks=_slow),
+        pytest.param(HALF, 208, marks=_slow),
+        pytest.param(BFLOAT, 128, marks=_slow),
+        pytest.param(FLOAT, 80, marks=_slow),
+    ],
 )
 def test_head_dims(backend: CudaBackend, dtype: torch.dtype, d: int):
     _check(backend, _problem(dtype, d=d), tree_case([(1, 2), (2, 2)], [0, 5, 16, 33], [1, 1, 7], chunk_size=16))
@@ -212,6 +225,7 @@ def test_bits_do_not_depend_on_slots_or_on_the_order_of_threads(folder: Path):
     assert all(torch.equal(out, outs[0]) for out in outs)
 
 
+@pytest.mark.slow
 def test_bits_do_not_depend_on_the_size_of_shared_memory(folder: Path):
     case = tree_case([(1, 5)], [0, 5, 16, 33, 100, 7], [1, 1, 30], chunk_size=16)
     shapes, outs = [], []

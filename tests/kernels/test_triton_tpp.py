@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from chunkserve.kernels.dispatch import AttentionProblem
+from chunkserve.kernels.dispatch import AttentionProblem, BackendError
 from chunkserve.kernels.plan import PlanOptions
 
 from .attention_case import tree_case
@@ -40,6 +40,7 @@ def _run_cases(*arguments: str, interpret: bool) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.timeout(900)
 def test_kernels_under_the_interpreter():
     _run_cases("-m", "not slow", interpret=True)
 
@@ -100,6 +101,31 @@ def test_tasks_cover_each_row_once_in_the_smallest_class_that_fits():
             assert rows <= rows_per_tile or rows_per_tile == class_rows[-1]
             covered[item] += min(rows_per_tile, rows - tile * rows_per_tile)
     assert covered.tolist() == ((plan.item_q_end - plan.item_q_begin) * group).tolist()
+
+
+def test_a_staged_plan_finds_its_sections_and_keeps_its_place():
+    from chunkserve.kernels import triton_kernels as kernels
+    from chunkserve.kernels.triton_plan import StagedPlan
+
+    staged = StagedPlan(torch.device("cpu"), (16, 64), 4)
+    plan = tree_case([(1, 2)], [3, 70], [1, 20], chunk_size=64).plan()
+    staged.stage(plan)
+    array = staged.array.numpy()
+    for field in ("row_pos", "write_slot", "item_kv_len", "item_partial", "chunk_slots", "tail_items", "row_partials"):
+        want, place = getattr(plan, field), array[getattr(kernels, field.upper()).value]
+        assert array[place : place + len(want)].tolist() == want.tolist()
+    assert array[kernels.NUM_ROWS.value] == plan.num_rows
+    tasks = array[kernels.TASKS.value :][:4].reshape(2, 2)
+    assert tuple(tasks[:, 0]) == staged.num_tasks == (1, 4)
+    assert array[tasks[1, 1] :][:8].reshape(4, 2)[:, 1].tolist() == [0, 1, 0, 1]
+
+    staged.reserve(10_000)
+    staged.freeze()
+    address = staged.array.data_ptr()
+    staged.stage(tree_case([(1, 2)], [5] * 9, chunk_size=64).plan())
+    assert staged.array.data_ptr() == address
+    with pytest.raises(BackendError, match=r"a captured CUDA graph holds 10000 \(reserve plan_ints\)"):
+        staged.stage(tree_case([], [5] * 1000, chunk_size=64).plan())
 
 
 def test_tiles_are_of_the_newest_class_that_the_device_has():

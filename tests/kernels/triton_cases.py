@@ -162,7 +162,7 @@ def test_small_group_at_the_end_of_a_batch():
     _check(_problem(torch.float16, (2, 1)), case, PlanOptions(num_workers=8, min_split_tokens=16))
 
 
-@settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
+@settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
 @given(cases(), OPTIONS)
 def test_random_plans(case: Case, options: PlanOptions):
     _check(_problem(heads=(3, 1)), case, options)

@@ -185,14 +185,20 @@ def test_another_pool_size_is_caught_in_the_first_step(make: Callable[..., Ranks
     assert not ranks.tokens("first")
 
 
-def test_the_dump_tells_edits_and_no_words(make: Callable[..., Ranks], caplog: pytest.LogCaptureFixture) -> None:
-    ranks = make(2, pools={1: 60})
-    ranks.submit("first", [11, 12, 13], 4)
-    fails(ranks)
+def test_the_dump_of_each_rank_tells_edits_and_no_words(
+    make: Callable[..., Ranks], caplog: pytest.LogCaptureFixture
+) -> None:
+    ranks = warm(make, 2)
+    tree = ranks.followers[1].core.scheduler.tree
+    next(node for node in tree.nodes() if node.num_refs == 0).tokens[3] ^= 1
+    words = fails(ranks)
+    ranks.sync.leave(words)
     ranks.threads[0].join(20)
-    dump = next(record.getMessage() for record in caplog.records if "rank stops rank=1" in record.getMessage())
-    assert "Join arrival=1 n=1 prompt_tokens=3" in dump
-    assert "11, 12" not in dump
+    for rank in range(2):
+        dump = next(m for record in caplog.records if f"rank stops rank={rank}" in (m := record.getMessage()))
+        assert "Join arrival=1 n=1 prompt_tokens=40" in dump
+        assert "ranks differ at step" in dump
+        assert "5, 5" not in dump
 
 
 def test_most_ranks_are_right_and_rank_0_in_doubt() -> None:

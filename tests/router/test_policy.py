@@ -73,7 +73,7 @@ def test_prefix_goes_where_the_prompt_is() -> None:
 
 
 def test_prefix_leaves_a_hit_that_costs_more_than_it_saves() -> None:
-    view = view_of(3, cached_tokens=[0, 640, 0], work_s=[0.3, 1.1, 0.3])
+    view = view_of(3, cached_tokens=[0, 640, 0], work_s=[0.3, 2.5, 0.3])
     choice = choose_replica("prefix", request_of(), view, PolicyOptions(overload=10.0))
     assert choice.ranked[0] != 1
     assert choice.reason == "spill"

@@ -1,0 +1,219 @@
+"""The simulator, and through it the situations of the router's design: many replicas, routers, faults."""
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from chunkserve.replica.protocol import StepTime
+from chunkserve.router.policy import POLICIES
+from chunkserve.router.simulator import SimConfig, SimRequest, SimResult, Simulator
+from chunkserve.router.workloads import digest_of, merged, mooncake, shared_prompts, unshared
+
+TRACE = Path(__file__).parents[2] / "../shared/traces/mooncake/conversation_trace.jsonl"
+CONFIG = SimConfig(
+    policy="prefix",
+    num_replicas=8,
+    chunk_size=64,
+    chunks_per_replica=200,
+    step=StepTime(fixed_s=0.005, per_token_s=2e-4, per_sequence_s=1e-4),
+)
+# Twelve prompts of about 1,300 tokens; a cache of 200 chunks holds nine of them.
+PROMPTS = [500 + 150 * i for i in range(12)]
+
+
+def prompts_of(num_requests: int, rate_rps: float, **changes: object) -> list[SimRequest]:
+    return shared_prompts(PROMPTS, num_requests=num_requests, rate_rps=rate_rps, chunk_size=64, **changes)
+
+
+def run(workload: list[SimRequest], **changes: object) -> SimResult:
+    sim = Simulator(replace(CONFIG, **changes))
+    result = sim.run(workload)
+    assert len(result.finished_at_s) + result.rejected + result.failed + result.cancelled == len(workload)
+    for router in sim.routers:
+        router.check()
+        assert router.num_open == router.loads.num_open == 0
+    return result
+
+
+def test_times_are_those_of_the_model() -> None:
+    a = SimRequest(at_s=1.0, prompt_tokens=130, output_tokens=11, digests=(digest_of("1"), digest_of("2")))
+    b = replace(a, at_s=100.0)
+    result = run([a, b], num_replicas=1, max_step_tokens=65)
+    # Two steps for 130 tokens; one step for the two that are not cached.
+    assert result.ttft_s == pytest.approx([2 * 0.005 + 130 * 2e-4, 0.005 + 2 * 2e-4])
+    assert result.token_s == pytest.approx([0.005 + 3e-4] * 2)
+    assert (result.cached_tokens, result.prompt_tokens) == (128, 260)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_serves_everything_and_equal_seeds_repeat(policy: str) -> None:
+    workload = prompts_of(300, 20.0)
+    one, two = run(workload, policy=policy), run(workload, policy=policy)
+    assert one.ttft_s == two.ttft_s
+    assert len(one.finished_at_s) == 300
+
+
+def test_prefix_beats_the_others_near_saturation() -> None:
+    workload = prompts_of(2500, 150.0)
+    results = {policy: run(workload, policy=policy) for policy in ("prefix", "threshold", "least_loaded", "random")}
+    means = {policy: result.ttft_s_mean for policy, result in results.items()}
+    assert means["prefix"] < 0.6 * means["threshold"]
+    assert means["prefix"] < 0.25 * min(means["random"], means["least_loaded"])
+    assert results["prefix"].max_over_mean_work < 1.3
+
+
+def test_without_sharing_it_is_as_good_as_least_loaded() -> None:
+    workload = unshared(num_requests=3000, rate_rps=28.0, chunk_size=64)
+    least = run(workload, policy="least_loaded")
+    assert run(workload).ttft_s_mean < 1.02 * least.ttft_s_mean
+
+
+def test_one_prompt_for_all_does_not_crowd_one_replica() -> None:
+    workload = prompts_of(3000, 100.0, common_tokens=1280, zipf=0.0)
+    workload = [replace(request, digests=request.digests[:20]) for request in workload]
+    result = run(workload)
+    assert result.max_over_mean_work < 1.3
+    assert result.hit_rate > 0.4
+
+
+def test_16_routers_with_late_news_keep_the_hit_rate() -> None:
+    workload = prompts_of(3000, 60.0)
+    one = run(workload)
+    many = run(workload, num_routers=16, report_period_s=1.0, report_delay_s=0.1)
+    assert many.hit_rate > 0.95 * one.hit_rate
+    assert many.max_over_mean_work < 1.3
+
+
+def test_four_routers_do_not_pile_one_burst_on_one_replica() -> None:
+    burst = [replace(request, at_s=1.0) for request in unshared(num_requests=64, rate_rps=1.0, chunk_size=64)]
+    result = run(burst, num_routers=4)
+    assert max(result.routed.values()) <= 3 * 64 / 8
+
+
+def test_a_burst_with_one_new_prefix_computes_it_about_once() -> None:
+    workload = shared_prompts([2000], num_requests=16, rate_rps=1.0, chunk_size=64)
+    workload = [replace(request, at_s=1.0) for request in workload]
+    result = run(workload, step=StepTime(fixed_s=0.001, per_token_s=2e-5))
+    alone = run(workload, step=StepTime(fixed_s=0.001, per_token_s=2e-5), num_replicas=1)
+    assert result.prompt_tokens - result.cached_tokens <= 1.2 * (alone.prompt_tokens - alone.cached_tokens)
+
+
+def test_evictions_are_heard_of() -> None:
+    result = run(prompts_of(3000, 40.0, zipf=0.0), chunks_per_replica=60, report_period_s=0.25)
+    assert result.stale_hits < 0.02 * 3000
+
+
+def test_a_killed_replica_costs_no_request_that_has_no_token_and_leaves_no_load() -> None:
+    workload = prompts_of(2000, 220.0)
+    sim = Simulator(CONFIG)
+    streams: list[int] = []
+    sim.at(6.0, lambda: streams.append(len(sim.replicas["replica-3"].running)))
+    sim.at(6.0, sim.kill_replica, "replica-3")
+    result = sim.run(workload)
+    assert result.retried > 0
+    assert [result.failed] == streams
+    assert len(result.finished_at_s) == 2000 - result.failed
+    for router in sim.routers:
+        router.check()
+        assert router.loads.num_open == 0
+        assert "replica-3" not in router.replica_names
+
+
+def test_a_restarted_replica_does_not_get_all_new_traffic() -> None:
+    workload = unshared(num_requests=2000, rate_rps=34.0, chunk_size=64)
+    sim = Simulator(CONFIG)
+    sim.at(20.0, sim.kill_replica, "replica-3")
+    counts: list[Counter[str]] = []
+
+    def join() -> None:
+        counts.append(Counter(sim.result.routed))
+        sim.add_replica("replica-new")
+
+    sim.at(30.0, join)
+    sim.at(34.0, lambda: counts.append(Counter(sim.result.routed)))
+    sim.at(50.0, lambda: counts.append(Counter(sim.result.routed)))
+    sim.run(workload)
+    early, late = counts[1] - counts[0], counts[2] - counts[1]
+    assert early["replica-new"] < early.total() / 8
+    assert late["replica-new"] > late.total() / 16
+
+
+def test_a_cleared_cache_is_noticed() -> None:
+    workload = prompts_of(3000, 40.0)
+    sim = Simulator(CONFIG)
+    for name in [f"replica-{i}" for i in range(8)]:
+        sim.at(30.0, sim.clear_replica, name)
+    result = sim.run(workload)
+    assert result.stale_hits < 0.02 * 3000
+    assert len(result.finished_at_s) == 3000
+
+
+def test_drained_replicas_get_no_more() -> None:
+    workload = prompts_of(1500, 40.0)
+    sim = Simulator(CONFIG)
+    sim.at(10.0, sim.drain_replica, "replica-0")
+    before: Counter[str] = Counter()
+    sim.at(12.0, lambda: before.update(sim.result.routed))
+    result = sim.run(workload)
+    assert result.routed["replica-0"] == before["replica-0"] > 0
+
+
+def test_scaling_up_and_down_under_load_loses_nothing() -> None:
+    workload = prompts_of(4000, 120.0)
+    sim = Simulator(replace(CONFIG, num_replicas=4))
+    for i in range(4):
+        sim.at(5.0, sim.add_replica, f"more-{i}")
+        sim.at(25.0, sim.drain_replica, f"more-{i}")
+    result = sim.run(workload)
+    assert len(result.finished_at_s) == 4000
+    assert result.hit_rate > 0.5
+    assert all(result.work_s[f"more-{i}"] > 0 for i in range(4))
+
+
+def test_cancels_at_any_time_leave_no_load() -> None:
+    workload = prompts_of(3000, 90.0)
+    sim = Simulator(CONFIG)
+    for number, request in enumerate(workload):
+        if number % 3:
+            sim.at(request.at_s + (number % 17) * 0.05, sim.cancel, f"request-{number}")
+    result = sim.run(workload)
+    assert result.cancelled > 500
+    router = sim.routers[0]
+    router.check()
+    assert router.loads.num_open == router.num_open == 0
+    assert not router.loads._own_us.any()
+    assert not router.loads._in_flight.any()
+
+
+def test_a_flood_of_long_prompts_is_bounded_for_others() -> None:
+    calm = prompts_of(1000, 30.0)
+    flood = unshared(num_requests=60, rate_rps=3.0, chunk_size=64, prompt_tokens=8000, begin_s=5.0, name="flood")
+    both = list(merged(calm, flood))
+    assert run(both).ttft_s_at(0.95) < 0.7 * run(both, policy="power_of_two").ttft_s_at(0.95)
+
+
+def test_full_queues_refuse_and_are_counted() -> None:
+    result = run(prompts_of(500, 2000.0), max_waiting=5)
+    assert result.rejected > 0
+    assert len(result.finished_at_s) == 500 - result.rejected
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not TRACE.exists(), reason="the trace is not beside the repository")
+def test_mooncakes_conversations() -> None:
+    workload = mooncake(TRACE, limit=4000)
+    assert len({request.digests[0] for request in workload if request.digests}) == 1
+    rate = sum(request.prompt_tokens for request in workload) / workload[-1].at_s / 8
+    config = replace(
+        CONFIG,
+        chunk_size=512,
+        chunks_per_replica=1500,
+        step=StepTime(fixed_s=0.0, per_token_s=1 / rate),
+        decode_token_s=0.02,
+        max_step_tokens=1_000_000,
+    )
+    results = {policy: Simulator(replace(config, policy=policy)).run(workload) for policy in ("prefix", "threshold")}
+    assert results["prefix"].ttft_s_mean < 0.7 * results["threshold"].ttft_s_mean
+    assert results["prefix"].max_over_mean_work < 1.3
