@@ -9,6 +9,7 @@ so that a busy machine slows all of them. 30 layers have as many collectives as 
 import argparse
 import json
 import multiprocessing
+import os
 import pickle
 import statistics
 import time
@@ -23,7 +24,7 @@ from rows import write_rows
 
 from chunkserve.cluster.collectives import Collectives
 from chunkserve.cluster.control_rows import ControlRows
-from chunkserve.cluster.rank_group import RankGroup, open_port
+from chunkserve.cluster.membership import Meeting, Membership, join
 from chunkserve.replica.protocol import Request, SamplingParams
 from chunkserve.replica.rank_sync import STATUS_BYTES
 from chunkserve.replica.tree_edit import EditReader, Join, Leave, TreeEdit, encode
@@ -45,8 +46,10 @@ def churn_edits(step: int, prompt_tokens: int) -> list[TreeEdit]:
 class Rank:
     """One rank's end of all modes."""
 
-    def __init__(self, group: RankGroup, hidden: int, args: argparse.Namespace) -> None:
-        self.group, self.args, self.hidden = group, args, hidden
+    def __init__(self, place: Membership, hidden: int, args: argparse.Namespace) -> None:
+        group = self.group = place.group
+        self.link, self.args, self.hidden = place.link, args, hidden
+        self.status = bytes(STATUS_BYTES)
         self.control = ControlRows(
             rank=group.rank, num_ranks=group.num_ranks, num_carriers=2 * args.layers, hidden_size=hidden,
             status_bytes=STATUS_BYTES,
@@ -65,9 +68,12 @@ class Rank:
         if mode == "control_rows":
             begin_s = time.perf_counter()
             payload = b"".join(map(encode, edits)) if self.group.rank == 0 else b""
-            self.control.write(bytes(STATUS_BYTES), payload)
+            self.status = (int.from_bytes(self.status, "little") + 1).to_bytes(STATUS_BYTES, "little")
+            self.control.write(self.status, payload)
             self.encode_s.append(time.perf_counter() - begin_s)
-            self._model(self.carrying)
+            if self.group.rank:
+                self.link.report(self.status)
+            self._model(self.carrying, self._await_reports if self.group.rank == 0 else None)
             begin_s = time.perf_counter()
             _, payload = self.control.read()
             heard = list(self.reader.feed(payload))
@@ -94,8 +100,12 @@ class Rank:
         self._model(self.plain)
         return heard
 
-    def _model(self, collectives: Collectives) -> None:
-        collectives.begin_step()
+    def _await_reports(self) -> None:
+        if len(self.link.reports(lambda raw: raw == self.status, timeout_s=60)) < self.group.num_ranks - 1:
+            raise SystemExit("a rank has not begun its step")
+
+    def _model(self, collectives: Collectives, guard: Callable[[], None] | None = None) -> None:
+        collectives.begin_step(guard)
         for _ in range(2 * self.args.layers):
             partial = collectives.rows(self.args.rows)
             partial.fill_(1.0)
@@ -103,14 +113,16 @@ class Rank:
         collectives.gather_columns(self.logits, [1024] * self.group.num_ranks)
 
 
-def run_rank(rank: int, port: int, args: argparse.Namespace, say: Callable[[str], None]) -> None:
-    group = RankGroup(
-        rank=rank, num_ranks=args.ranks, store=("127.0.0.1", port), listener=args.listener if rank == 0 else None
-    )
+def run_rank(rank: int, meeting: Meeting, args: argparse.Namespace, say: Callable[[str], None]) -> None:
+    if rank == 0:
+        place = meeting.join()
+    else:
+        meeting.close()
+        place = join(meeting.rendezvous, rank, on_lost=lambda *_: os._exit(0), host="127.0.0.1", device="cpu")
     torch.set_num_threads(1)
     for hidden in args.hidden:
         for churn in ("quiet", "heavy"):
-            one = Rank(group, hidden, args)
+            one = Rank(place, hidden, args)
             times: dict[str, list[float]] = {mode: [] for mode in MODES}
             counts = dict.fromkeys(MODES, 0)
             for step in range(args.warmup + args.steps):
@@ -129,8 +141,9 @@ def run_rank(rank: int, port: int, args: argparse.Namespace, say: Callable[[str]
             if rank == 0:
                 for mode in MODES:
                     say(json.dumps(_row(one, mode, hidden, churn, times, counts[mode], args)))
-    group.smallest(0)
-    group.close()
+    place.group.smallest(0)
+    if rank == 0:
+        place.leave()
 
 
 def _count(one: Rank) -> int:
@@ -170,13 +183,14 @@ def main() -> None:
     if args.quick:
         args.steps, args.layers = 20, 8
     context = multiprocessing.get_context("fork")
-    args.listener = open_port("127.0.0.1")
-    port = args.listener.getsockname()[1]
+    meeting = Meeting(args.ranks)
     receiver, sender = context.Pipe(duplex=False)
-    processes = [context.Process(target=run_rank, args=(rank, port, args, sender.send)) for rank in range(args.ranks)]
+    processes = [
+        context.Process(target=run_rank, args=(rank, meeting, args, sender.send)) for rank in range(args.ranks)
+    ]
     for process in processes:
         process.start()
-    args.listener.close()
+    meeting.close()
     rows: list[dict[str, Any]] = []
     while len(rows) < 2 * len(MODES) * len(args.hidden):
         if receiver.poll(1):
