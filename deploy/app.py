@@ -16,8 +16,10 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
+from chunkserve.cluster.placement import replica_bundles
 from chunkserve.replica.build import ReplicaOptions
 from chunkserve.replica.chunk_hash import ChunkScheme
+from chunkserve.replica.engine import EngineStopped
 from chunkserve.replica.protocol import ChunkDelta, ReplicaError, ReplicaLoad, Request, TokenEvent
 from chunkserve.replica.replica_actor import ReplicaActor
 from chunkserve.replica.serve_ports import bind_to_node_address
@@ -139,6 +141,8 @@ def _cached_tokens(events: Sequence[TokenEvent]) -> int | None:
 def _replica_error(error: Exception) -> ReplicaError:
     """What a replica raised, without Ray's wrapping and its stack trace; or that it is lost."""
     cause = getattr(error, "cause", None)
+    if isinstance(cause, EngineStopped):
+        return ReplicaLost(str(cause))
     if isinstance(cause, ReplicaError):
         return cause
     if cause is not None:
@@ -162,19 +166,24 @@ def build(args: Mapping[str, Any]) -> Application:
         max_entries=config.routing_index_entries,
         options=config.routing_options,
     )
-    gpus = config.tensor_parallel_size if config.device == "cuda" else 0
+    uses_gpus = config.device == "cuda"
+    ranks: dict[str, Any] = {}
+    if config.tensor_parallel_size > 1:
+        ranks["placement_group_bundles"] = replica_bundles(config.tensor_parallel_size, uses_gpus=uses_gpus)
+        ranks["placement_group_strategy"] = config.placement_strategy
     replica = serve.deployment(
         name=REPLICA,
         num_replicas=config.num_replicas,
         max_ongoing_requests=_MAX_ONGOING,
         graceful_shutdown_timeout_s=config.drain_timeout_s,
         health_check_timeout_s=config.health_stall_s + 5,
-        ray_actor_options={"num_cpus": 0, "num_gpus": gpus},
+        ray_actor_options={"num_cpus": 0, "num_gpus": 1 if uses_gpus else 0},
         request_router_config=RequestRouterConfig(
             request_router_class=ROUTER_CLASS,
             request_router_kwargs=settings,
             request_routing_stats_period_s=config.routing_report_period_s,
         ),
+        **ranks,
     )(ReplicaActor).bind(options, config.health_stall_s, config.log_level, scheme)
 
     # Serve takes an application builder only as a plain function; it runs in the ingress process.
@@ -212,14 +221,13 @@ def replica_options(config: ServeConfig) -> ReplicaOptions:
         folder = Path(config.model).expanduser().resolve()
         if not (folder / "config.json").is_file():
             raise ConfigError(f"model: expected {SMALL_MODEL} or a folder with config.json, got {config.model!r}")
-    if config.tensor_parallel_size != 1:
-        raise ConfigError(f"tensor_parallel_size: this version serves 1, got {config.tensor_parallel_size}")
     return ReplicaOptions(
         model=str(folder),
         dtype=None if config.dtype == "auto" else config.dtype,
         device=None if config.device == "auto" else config.device,
         attention_backend=config.attention_backend,
         num_threads=None if config.num_threads == "auto" else config.num_threads,
+        num_ranks=config.tensor_parallel_size,
         chunk_size=config.chunk_size_tokens,
         pool_bytes=None if config.kv_pool_bytes == "auto" else config.kv_pool_bytes,
         pool_chunks=config.kv_pool_chunks,

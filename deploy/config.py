@@ -60,6 +60,7 @@ class ServeConfig(BaseModel):
 
     num_replicas: int = Field(default=1, ge=1, le=10_000)
     tensor_parallel_size: int = Field(default=1, ge=1, le=1024)
+    placement_strategy: Literal["STRICT_PACK", "PACK", "SPREAD"] = "STRICT_PACK"
 
     chunk_size_tokens: int = Field(default=64, ge=16, le=256, multiple_of=16)
     kv_pool_bytes: _AutoBytes = "auto"

@@ -8,16 +8,24 @@ from pathlib import Path
 import psutil
 import torch
 
+from chunkserve.cluster.collectives import Collectives
+from chunkserve.cluster.control_rows import ControlRows
+from chunkserve.cluster.membership import Membership
 from chunkserve.kernels import cpu_ops
 from chunkserve.kernels.dispatch import AttentionProblem, Backend, select_backend
 from chunkserve.kernels.plan import PlanOptions
 
 from .chunk_hash import ChunkScheme
-from .engine import Emit, Engine, EngineConfig
+from .engine import Emit, Engine, EngineConfig, build_tree
+from .follower import Follower
 from .kv_store import KVStore, bytes_per_chunk
 from .model import Decoder, DecoderConfig
 from .model_runner import ModelRunner
+from .prefix_tree import PrefixTree
+from .rank_sync import STATUS_BYTES, RankSync
 from .reporter import RoutingReporter
+from .scheduler import Scheduler
+from .step_core import StepCore
 from .tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -42,9 +50,10 @@ class ReplicaOptions:
     dtype: of weights, K and V; None is the type that the model is stored in.
     device: "cpu" or "cuda"; None is cuda where there is one.
     attention_backend: a name, or "auto".
-    num_threads: CPU threads of the model; None is all cores.
+    num_threads: CPU threads of the model, per rank; None is all cores, divided among the ranks.
+    num_ranks: ranks that share the model.
     chunk_size: tokens per chunk.
-    pool_bytes, pool_chunks: size of the KV pool, one of them; None and None is a share of the free memory.
+    pool_bytes, pool_chunks: size of the KV pool of each rank, one of them; None and None is a share of the free memory.
     max_sequence_tokens: None is the model's context.
     max_step_tokens: None is 128 on CPUs, 2048 on GPUs, and at least max_running.
     The others: see EngineConfig.
@@ -55,6 +64,7 @@ class ReplicaOptions:
     device: str | None = None
     attention_backend: str = "auto"
     num_threads: int | None = None
+    num_ranks: int = 1
     chunk_size: int = 64
     pool_bytes: int | None = None
     pool_chunks: int | None = None
@@ -88,70 +98,136 @@ def check_options(options: ReplicaOptions) -> None:
         BuildError: a knob does not fit the model or the machine; names it.
         ModelError, BackendError: the model or the attention backend cannot be used.
     """
-    _sizes(options, DecoderConfig.load(Path(options.model)))
+    _sizes(options, DecoderConfig.load(Path(options.model)), 0, options.num_ranks)
 
 
-def build_engine(options: ReplicaOptions, emit: Emit, chunk_scheme: ChunkScheme | None = None) -> Engine:
+def build_engine(
+    options: ReplicaOptions, emit: Emit, chunk_scheme: ChunkScheme | None = None, place: Membership | None = None
+) -> Engine:
     """Load the model, take the KV memory, and put an engine over them; it is not started yet.
 
-    With a chunk_scheme it keeps what routers ask for.
+    Args:
+        chunk_scheme: with it the engine keeps what routers ask for.
+        place: of rank 0 in its group, where there are several ranks; others call `build_follower` at the same time.
+    Raises:
+        As `check_options`.
+    """
+    runner, config = _build_runner(options, place)
+    reporter = RoutingReporter(chunk_scheme, max_step_tokens=config.max_step_tokens) if chunk_scheme else None
+    tree = build_tree(config, reporter, audited=place is not None)
+    return Engine(
+        runner=runner,
+        tokenizer=Tokenizer(Path(options.model)),
+        config=config,
+        emit=emit,
+        reporter=reporter,
+        tree=tree,
+        sync=_build_sync(runner, place, tree) if place is not None else None,
+    )
+
+
+def build_follower(options: ReplicaOptions, place: Membership) -> Follower:
+    """What a rank other than rank 0 runs.
 
     Raises:
         As `check_options`.
     """
-    folder = Path(options.model)
-    config = DecoderConfig.load(folder)
-    sizes = _sizes(options, config)
-    torch.set_num_threads(sizes.num_threads)
-    cpu_ops.set_num_threads(sizes.num_threads)
-    model = Decoder(folder, dtype=sizes.dtype, device=sizes.device, max_tokens=sizes.max_tokens)
-    kv = KVStore(sizes.backend, sizes.problem, num_layers=config.num_layers, num_slots=sizes.num_slots)
-    logger.info(
-        "replica built model=%s device=%s dtype=%s backend=%s threads=%d chunks=%d pool_bytes=%d",
-        folder.name, sizes.device, sizes.dtype, sizes.backend.name, sizes.num_threads, sizes.num_slots,
-        sizes.num_slots * sizes.chunk_bytes,
-    )  # fmt: skip
-    return Engine(
-        runner=ModelRunner(model, kv),
-        tokenizer=Tokenizer(folder),
-        config=EngineConfig(
-            chunk_size=options.chunk_size,
-            num_slots=sizes.num_slots,
-            chunk_bytes=sizes.chunk_bytes,
-            max_sequence_tokens=sizes.max_tokens,
-            max_running=options.max_running,
-            max_step_tokens=sizes.step_tokens,
-            max_waiting=options.max_waiting,
-            prefix_sharing=options.prefix_sharing,
-            retain_prefixes=options.retain_prefixes,
-            eos_token_ids=config.eos_token_ids,
-            plan=_plan_options(options, sizes),
-        ),
-        emit=emit,
-        reporter=RoutingReporter(chunk_scheme, max_step_tokens=sizes.step_tokens) if chunk_scheme else None,
-    )
+    runner, config = _build_runner(options, place)
+    tree = build_tree(config, audited=True)
+    sync = _build_sync(runner, place, tree)
+    scheduler = Scheduler(tree, max_running=config.max_running, max_step_tokens=config.max_step_tokens)
+    core = StepCore(scheduler, runner, plan=config.plan, eos_token_ids=config.eos_token_ids, sync=sync)
+    return Follower(core, sync)
 
 
-def _sizes(options: ReplicaOptions, config: DecoderConfig) -> _Sizes:
+def device_of(options: ReplicaOptions) -> str:
+    """Where the model runs.
+
+    Raises:
+        BuildError: it cannot.
+    """
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise BuildError("device is cuda; torch finds no CUDA device here")
+    return device
+
+
+def _build_runner(options: ReplicaOptions, place: Membership | None) -> tuple[ModelRunner, EngineConfig]:
+    """This rank's share of the model over its KV memory; the tightest rank sizes the pools of all."""
+    folder = Path(options.model)
+    config = DecoderConfig.load(folder)
+    rank, num_ranks = (place.rank, place.num_ranks) if place is not None else (0, 1)
+    sizes = _sizes(options, config, rank, num_ranks)
+    torch.set_num_threads(sizes.num_threads)
+    cpu_ops.set_num_threads(sizes.num_threads)
+    model = Decoder(
+        folder, dtype=sizes.dtype, device=sizes.device, max_tokens=sizes.max_tokens, rank=rank, num_ranks=num_ranks
+    )
+    num_slots = sizes.num_slots
+    if place is not None:
+        place.group.check_exact(model.activation_dtype, config.hidden_size)
+        num_slots = place.group.smallest(num_slots)
+        model.collectives = _collectives(place, model, sizes.step_tokens)
+    kv = KVStore(sizes.backend, sizes.problem, num_layers=config.num_layers, num_slots=num_slots)
+    logger.info(
+        "replica built model=%s rank=%d ranks=%d device=%s dtype=%s backend=%s threads=%d chunks=%d pool_bytes=%d",
+        folder.name, rank, num_ranks, sizes.device, sizes.dtype, sizes.backend.name, sizes.num_threads, num_slots,
+        num_slots * sizes.chunk_bytes,
+    )  # fmt: skip
+    return ModelRunner(model, kv), EngineConfig(
+        chunk_size=options.chunk_size,
+        num_slots=num_slots,
+        chunk_bytes=sizes.chunk_bytes,
+        max_sequence_tokens=sizes.max_tokens,
+        max_running=options.max_running,
+        max_step_tokens=sizes.step_tokens,
+        max_waiting=options.max_waiting,
+        prefix_sharing=options.prefix_sharing,
+        retain_prefixes=options.retain_prefixes,
+        eos_token_ids=config.eos_token_ids,
+        plan=_plan_options(options, sizes),
+    )
+
+
+def _collectives(place: Membership, model: Decoder, step_tokens: int) -> Collectives:
+    hidden_size, dtype = model.config.hidden_size, model.activation_dtype
+    control = ControlRows(
+        rank=place.rank,
+        num_ranks=place.num_ranks,
+        num_carriers=2 * model.config.num_layers,
+        hidden_size=hidden_size,
+        status_bytes=STATUS_BYTES,
+        dtype=dtype,
+        device=model.device,
+    )
+    return Collectives(place.group, max_rows=step_tokens, hidden_size=hidden_size, dtype=dtype, control=control)
+
+
+def _build_sync(runner: ModelRunner, place: Membership, tree: PrefixTree) -> RankSync:
+    assert runner.model.collectives is not None
+    return RankSync(place, runner.model.collectives, tree)
+
+
+def _sizes(options: ReplicaOptions, config: DecoderConfig, rank: int, num_ranks: int) -> _Sizes:
+    device = device_of(options)
     max_tokens = options.max_sequence_tokens or config.max_context_tokens
     if max_tokens > config.max_context_tokens:
         raise BuildError(
             f"max_sequence_tokens is {max_tokens}; the model's context has {config.max_context_tokens} tokens"
         )
     dtype = getattr(torch, options.dtype) if options.dtype else config.dtype
-    problem = config.problem(device=device, dtype=dtype, chunk_size=options.chunk_size)
+    problem = config.problem(
+        device=device, dtype=dtype, chunk_size=options.chunk_size, rank=rank, num_ranks=num_ranks
+    )  # fmt: skip
     chunk_bytes = bytes_per_chunk(problem, config.num_layers)
     return _Sizes(
         device=device,
         dtype=dtype,
-        num_threads=options.num_threads or len(os.sched_getaffinity(0)),
+        num_threads=options.num_threads or max(1, len(os.sched_getaffinity(0)) // num_ranks),
         max_tokens=max_tokens,
         step_tokens=options.max_step_tokens
         or max(_CPU_STEP_TOKENS if device == "cpu" else _GPU_STEP_TOKENS, options.max_running),
-        num_slots=_num_slots(options, device, chunk_bytes, max_tokens),
+        num_slots=_num_slots(options, device, chunk_bytes, max_tokens, num_ranks),
         chunk_bytes=chunk_bytes,
         problem=problem,
         backend=select_backend(problem, options.attention_backend),
@@ -167,7 +243,7 @@ def _plan_options(options: ReplicaOptions, sizes: _Sizes) -> PlanOptions:
     )
 
 
-def _num_slots(options: ReplicaOptions, device: str, chunk_bytes: int, max_tokens: int) -> int:
+def _num_slots(options: ReplicaOptions, device: str, chunk_bytes: int, max_tokens: int, num_ranks: int) -> int:
     needed = -(-max_tokens // options.chunk_size)
     if options.pool_chunks is not None:
         if options.pool_chunks < needed:
@@ -186,5 +262,5 @@ def _num_slots(options: ReplicaOptions, device: str, chunk_bytes: int, max_token
     if device == "cuda":
         free = int(torch.cuda.mem_get_info()[0] * _GPU_POOL_SHARE)
     else:
-        free = min(int(psutil.virtual_memory().available * _CPU_POOL_SHARE), _CPU_POOL_LIMIT_BYTES)
+        free = min(int(psutil.virtual_memory().available * _CPU_POOL_SHARE), _CPU_POOL_LIMIT_BYTES) // num_ranks
     return max(free // chunk_bytes, needed)

@@ -1,6 +1,5 @@
 """The decoder's arithmetic beside attention, by device: native packed code on CPUs, torch elsewhere."""
 
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -9,8 +8,11 @@ from torch import Tensor
 
 from chunkserve.kernels import cpu_ops
 
-# A product with a weight that it holds: [T, in] -> [T, out].
-Linear = Callable[[Tensor], Tensor]
+
+class Linear(Protocol):
+    """A product with a weight that it holds: [T, in] -> [T, out], into `out` where it is given."""
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor: ...
 
 
 class DecoderOps(Protocol):
@@ -58,7 +60,13 @@ class TorchOps:
     """Plain torch, rounding where transformers' Llama rounds."""
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        return lambda x: F.linear(x, weight, bias)
+        def product(x: Tensor, out: Tensor | None = None) -> Tensor:
+            if out is None:
+                return F.linear(x, weight, bias)
+            torch.mm(x, weight.t(), out=out)
+            return out if bias is None else out.add_(bias)
+
+        return product
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
         if residual is not None:

@@ -8,14 +8,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
 
-from torch import Tensor
-
-from chunkserve.kernels.plan import AttentionPlan, PlanOptions
+from chunkserve.kernels.plan import PlanOptions
 
 from .chunk_pool import ChunkPool
-from .planner import Planner
 from .prefix_tree import PrefixTree
 from .protocol import (
     FinishReason,
@@ -27,22 +23,23 @@ from .protocol import (
     TokenEvent,
     TokenLogprob,
 )
+from .rank_sync import RanksDiffer, RankSync
 from .reporter import RoutingReporter
-from .sampler import Sampled, SampleRow, sample
+from .sampler import Sampled
 from .scheduler import Batch, Scheduler
-from .sequence import Sequence
+from .sequence import Sequence, SequenceState
+from .step_core import Outcome, Runner, StepCore
 from .tokenizer import Detokenizer, StopStrings, Tokenizer
+from .tree_digest import DigestChain
+from .tree_edit import Clear, Join, Leave, TreeEdit
 
 logger = logging.getLogger(__name__)
 
 # What a step has for its requests: pairs of request_id and event, in order. Called on the engine's thread.
 Emit = Callable[[list[tuple[str, TokenEvent]]], None]
 
-
-class Runner(Protocol):
-    """Computes a step; see ModelRunner."""
-
-    def run(self, batch: Batch, plan: AttentionPlan) -> Tensor: ...
+# Idle ranks hear from each other so often.
+_IDLE_BEAT_S = 1.0
 
 
 class EngineStopped(ReplicaError):
@@ -86,7 +83,6 @@ class _Stream:
     sequence: Sequence
     detokenizer: Detokenizer
     stop: StopStrings
-    seed: int
 
 
 class Engine:
@@ -99,6 +95,7 @@ class Engine:
         emit: gets the events of a step; must not block.
         clock: monotonic seconds.
         reporter: watches on behalf of routers.
+        sync: makes this the leader of several ranks, over the tree that `build_tree` gave.
     """
 
     def __init__(
@@ -110,6 +107,8 @@ class Engine:
         emit: Emit,
         clock: Callable[[], float] = time.monotonic,
         reporter: RoutingReporter | None = None,
+        tree: PrefixTree | None = None,
+        sync: RankSync | None = None,
     ) -> None:
         capacity = config.num_slots * config.chunk_size
         if capacity < config.max_sequence_tokens:
@@ -118,20 +117,17 @@ class Engine:
                 f"a sequence may have {config.max_sequence_tokens} (max_sequence_tokens; or raise kv_pool_bytes)"
             )
         self.config = config
-        self._runner = runner
         self._tokenizer = tokenizer
         self._emit = emit
         self._clock = clock
         self.reporter = reporter
-        self._tree = PrefixTree(
-            ChunkPool(config.num_slots),
-            config.chunk_size,
-            share=config.prefix_sharing,
-            retain=config.retain_prefixes,
-            journal=reporter.journal if reporter is not None else None,
-        )
+        self._tree = tree or build_tree(config, reporter)
         self._scheduler = Scheduler(self._tree, max_running=config.max_running, max_step_tokens=config.max_step_tokens)
-        self._planner = Planner(config.chunk_size, config.plan)
+        self._sync = sync
+        self._core = StepCore(
+            self._scheduler, runner, plan=config.plan, eos_token_ids=config.eos_token_ids, sync=sync
+        )  # fmt: skip
+        self._coming: dict[int, list[Sequence]] = {}  # by arrival of the first; their Join is on its way
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._streams: dict[str, list[_Stream]] = {}  # by request_id; unfinished choices
         self._arrivals = 0
@@ -142,7 +138,6 @@ class Engine:
         self._stopping = False
         self._closed = False  # nothing is taken from the inbox any more; guarded by the lock
         self._last_turn_s = clock()
-        self._num_steps = 0
         self._computed_prompt_tokens = 0
         self._cached_prompt_tokens = 0
         self._generated_tokens = 0
@@ -161,6 +156,12 @@ class Engine:
         self._inbox.put(None)
         if self._thread is not None:
             self._thread.join()
+
+    def join(self) -> bool:
+        """Wait until the loop has ended; whether it failed."""
+        if self._thread is not None:
+            self._thread.join()
+        return self._fault is not None
 
     def submit(self, request: Request) -> None:
         """Queue a request; its events come through `emit`.
@@ -182,7 +183,7 @@ class Engine:
                 "max_tokens",
             )
         with self._lock:
-            self._check_alive()
+            self.check_alive()
             waiting = self._num_open - len(self._scheduler.running)
             if waiting + request.n > self.config.max_waiting + self.config.max_running:
                 raise ReplicaOverloaded(
@@ -191,6 +192,13 @@ class Engine:
                 )
             self._num_open += request.n
             self._inbox.put(lambda: self._begin(request))
+
+    def check_alive(self) -> None:
+        """Raises EngineStopped if the loop has ended."""
+        if self._fault is not None:
+            raise EngineStopped(f"the engine has failed: {self._fault}")
+        if self._stopping or self._closed:
+            raise EngineStopped("the engine has stopped")
 
     def cancel(self, request_id: str) -> None:
         """Drop a request wherever it is; nothing happens if it has ended."""
@@ -205,15 +213,15 @@ class Engine:
         """
         answered = threading.Event()
         with self._lock:
-            self._check_alive()
+            self.check_alive()
             self._inbox.put(answered.set)
         if not answered.wait(timeout_s):
-            self._check_alive()
+            self.check_alive()
             raise TimeoutError(f"the engine's loop has not come round for {self._turn_age_s():.1f} s")
 
     def clear_prefixes(self) -> None:
         """Forget all chunks that nobody uses."""
-        self._inbox.put(lambda: logger.info("prefixes cleared chunks=%d", self._tree.clear()))
+        self._inbox.put(lambda: self._edit(Clear()))
 
     def load(self) -> ReplicaLoad:
         with self._lock:
@@ -226,7 +234,7 @@ class Engine:
             chunks_in_use=self._tree.num_nodes - self._tree.num_idle,
             chunks_retained=self._tree.num_idle,
             chunk_bytes=self.config.chunk_bytes,
-            steps=self._num_steps,
+            steps=self._core.num_steps,
             last_step_age_s=self._turn_age_s() if self._num_open else 0.0,
             computed_prompt_tokens=self._computed_prompt_tokens,
             cached_prompt_tokens=self._cached_prompt_tokens,
@@ -240,28 +248,21 @@ class Engine:
 
     def step(self) -> bool:
         """One iteration; False if there was nothing to compute."""
-        batch = self._scheduler.schedule()
-        if batch is None:
-            assert not self._scheduler.waiting, "sequences wait, and nothing runs that they could wait for"
-            return False
         begin_s = self._clock()
-        plan = self._planner.plan(batch)
-        logits = self._runner.run(batch, plan)
-        streams = [self._stream_of(row.sequence) for row in batch.rows if row.samples]
-        sampled = sample(logits, [_sample_row(stream) for stream in streams]) if streams else []
-        self._count(batch)
+        if self._sync is not None:
+            for edit in self._sync.take_due():
+                self._apply(edit)
+        outcome = self._core.compute()
+        if outcome is None:
+            if self._sync is not None:
+                self._sync.exchange()
+            return False
+        self._count(outcome.batch)
         if self.reporter is not None:
-            self.reporter.observe(batch, self._clock() - begin_s)
-        self._scheduler.commit(
-            batch,
-            {s.sequence: one.token_id for s, one in zip(streams, sampled, strict=True) if one.token_id is not None},
-        )
-        events = [
-            (stream.sequence.request.request_id, self._advance(stream, one))
-            for stream, one in zip(streams, sampled, strict=True)
-        ]
-        self._num_steps += 1
-        if events:
+            self.reporter.observe(outcome.batch, self._clock() - begin_s)
+        with self._lock:
+            self._core.settle(outcome)
+        if events := self._events(outcome):
             self._emit(events)
         return True
 
@@ -285,14 +286,21 @@ class Engine:
                     if self.reporter is not None:
                         self.reporter.publish(self._scheduler, now=True)
         except BaseException as fault:
-            self._fault = fault
+            self._fault = RanksDiffer(self._sync.explain(fault)) if self._sync is not None else fault
             logger.exception("engine stopped unfinished=%d", self._num_open)
         finally:
+            if self._sync is not None:
+                self._sync.leave(str(self._fault) if self._fault is not None else None)
             self._abandon()
 
     def _take_messages(self, wait: bool) -> None:
-        """Carry out what other threads asked for; with `wait`, block until there is something."""
-        messages: Iterable[Callable[[], None] | None] = [self._inbox.get()] if wait else []
+        """Carry out what other threads asked for; with `wait`, block until there is something, or a beat is due."""
+        messages: Iterable[Callable[[], None] | None] = []
+        if wait:
+            try:
+                messages = [self._inbox.get(timeout=_IDLE_BEAT_S if self._sync is not None else None)]
+            except queue.Empty:
+                return
         while True:
             for message in messages:
                 if message is not None:
@@ -307,14 +315,14 @@ class Engine:
             self._close_unknown(request, f"request_id {request.request_id} is in use")
             return
         seed = request.sampling.seed if request.sampling.seed is not None else random.getrandbits(63)
-        streams = []
-        for choice in range(request.n):
-            self._arrivals += 1
-            sequence = Sequence.begin(request, choice, self._arrivals)
-            stop = StopStrings(request.sampling.stop)
-            streams.append(_Stream(sequence, Detokenizer(self._tokenizer), stop, seed + choice))
-            self._scheduler.add(sequence)
-        self._streams[request.request_id] = streams
+        join = Join(arrival=self._arrivals + 1, request=request, seed=seed)
+        self._arrivals += request.n
+        sequences = self._coming[join.arrival] = Sequence.begin_all(request, arrival=join.arrival, seed=seed)
+        self._streams[request.request_id] = [
+            _Stream(sequence, Detokenizer(self._tokenizer), StopStrings(request.sampling.stop))
+            for sequence in sequences
+        ]
+        self._edit(join)
         if self.reporter is not None:
             self.reporter.begin(request)
 
@@ -327,9 +335,31 @@ class Engine:
         logger.info("request cancelled request_id=%s choices=%d", request_id, len(events))
         self._emit(events)
 
-    def _stream_of(self, sequence: Sequence) -> _Stream:
-        streams = self._streams[sequence.request.request_id]
-        return next(stream for stream in streams if stream.sequence is sequence)
+    def _edit(self, edit: TreeEdit) -> None:
+        """Have an edit applied: at once, or by all ranks between the same two steps."""
+        if self._sync is None or self._fault is not None or self._stopping:
+            self._apply(edit)
+        else:
+            self._sync.push(edit)
+
+    def _apply(self, edit: TreeEdit) -> None:
+        match edit:
+            case Join():
+                self._core.join(self._coming.pop(edit.arrival))
+            case Leave():
+                self._core.leave(edit.arrival)
+            case Clear():
+                logger.info("prefixes cleared chunks=%d", self._tree.clear())
+
+    def _events(self, outcome: Outcome) -> list[tuple[str, TokenEvent]]:
+        """What a step means for its streams; a sequence without one has been given up, and is about to leave."""
+        events = []
+        for sequence, sampled in outcome.sampled.items():
+            request_id = sequence.request.request_id
+            stream = next((s for s in self._streams.get(request_id, ()) if s.sequence is sequence), None)
+            if stream is not None:
+                events.append((request_id, self._advance(stream, sampled, outcome.ended.get(sequence))))
+        return events
 
     def _count(self, batch: Batch) -> None:
         for row in batch.rows:
@@ -342,19 +372,17 @@ class Engine:
                 sequence.is_counted = True
                 self._cached_prompt_tokens += sequence.cached_tokens or 0
 
-    def _advance(self, stream: _Stream, sampled: Sampled) -> TokenEvent:
-        """What a new token means for its stream."""
+    def _advance(self, stream: _Stream, sampled: Sampled, reason: FinishReason | None) -> TokenEvent:
+        """What a new token means for its stream; with a reason it is the last."""
         if sampled.token_id is None:
             return self._finish(stream, "error", error="the model's logits are not numbers")
         self._generated_tokens += 1
-        params, token_id = stream.sequence.request.sampling, sampled.token_id
-        ends = token_id in params.stop_token_ids or (token_id in self.config.eos_token_ids and not params.ignore_eos)
-        text = "" if ends else stream.stop.add(stream.detokenizer.add(token_id))
-        logprobs = (self._logprob(sampled),) if params.logprobs is not None else ()
-        if ends or stream.stop.found:
-            return self._finish(stream, "stop", text=text, token_ids=(token_id,), logprobs=logprobs)
-        if stream.sequence.num_generated >= params.max_tokens:
-            return self._finish(stream, "length", text=text, token_ids=(token_id,), logprobs=logprobs)
+        token_id = sampled.token_id
+        text = "" if reason == "stop" else stream.stop.add(stream.detokenizer.add(token_id))
+        reason = "stop" if stream.stop.found else reason
+        logprobs = (self._logprob(sampled),) if stream.sequence.request.sampling.logprobs is not None else ()
+        if reason is not None:
+            return self._finish(stream, reason, text=text, token_ids=(token_id,), logprobs=logprobs)
         return _event(stream, text=text, token_ids=(token_id,), logprobs=logprobs)
 
     def _finish(
@@ -375,7 +403,8 @@ class Engine:
         sequence.finish_reason = reason
         event = _event(stream, text=text, token_ids=token_ids, logprobs=logprobs, finish_reason=reason, error=error)
         with self._lock:
-            self._scheduler.remove(sequence)
+            if sequence.state is not SequenceState.FINISHED:
+                self._edit(Leave(arrival=sequence.arrival))
             self._num_open -= 1
         self._finished[reason] += 1
         request_id = sequence.request.request_id
@@ -438,26 +467,19 @@ class Engine:
             ]
         )
 
-    def _check_alive(self) -> None:
-        if self._fault is not None:
-            raise EngineStopped(f"the engine has failed: {self._fault}")
-        if self._stopping or self._closed:
-            raise EngineStopped("the engine has stopped")
-
     def _turn_age_s(self) -> float:
         return self._clock() - self._last_turn_s
 
 
-def _sample_row(stream: _Stream) -> SampleRow:
-    params = stream.sequence.request.sampling
-    return SampleRow(
-        temperature=params.temperature,
-        top_p=params.top_p,
-        top_k=params.top_k,
-        min_p=params.min_p,
-        seed=stream.seed,
-        position=len(stream.sequence.token_ids),
-        logprobs=params.logprobs,
+def build_tree(config: EngineConfig, reporter: RoutingReporter | None = None, *, audited: bool = False) -> PrefixTree:
+    """An empty prefix tree over an empty pool; audited where other ranks must have an equal one."""
+    return PrefixTree(
+        ChunkPool(config.num_slots),
+        config.chunk_size,
+        share=config.prefix_sharing,
+        retain=config.retain_prefixes,
+        journal=reporter.journal if reporter is not None else None,
+        audit=DigestChain() if audited else None,
     )
 
 

@@ -17,15 +17,13 @@ from torch import Tensor
 from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from chunkserve.cluster.share import Share
+from chunkserve.cluster.collectives import Collectives
+from chunkserve.cluster.share import HeadShare, Share
 from chunkserve.kernels.dispatch import AttentionProblem
 from chunkserve.kernels.plan import AttentionPlan
 
 from .decoder_ops import CpuOps, DecoderOps, Linear, TorchOps
 from .kv_store import KVStore
-
-# How a rank's partial sums become whole; with one rank they are.
-Reduce = Callable[[Tensor], Tensor]
 
 
 class ModelError(ValueError):
@@ -84,17 +82,29 @@ class DecoderConfig:
             dtype=config.dtype or torch.float32,
         )
 
+    def heads(self, rank: int = 0, num_ranks: int = 1) -> HeadShare:
+        """The attention heads of a rank.
+
+        Raises:
+            ModelError: there are not enough for so many ranks.
+        """
+        if num_ranks > self.num_heads:
+            raise ModelError(f"tensor_parallel_size is {num_ranks}; the model has {self.num_heads} attention heads")
+        return HeadShare.of(
+            num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, rank=rank, num_ranks=num_ranks
+        )  # fmt: skip
+
     def problem(
-        self, *, device: str, dtype: torch.dtype, chunk_size: int, num_kv_heads: int | None = None
+        self, *, device: str, dtype: torch.dtype, chunk_size: int, rank: int = 0, num_ranks: int = 1
     ) -> AttentionProblem:
-        """The attention of a rank that owns so many KV heads, of all of them by default."""
-        num_kv_heads = self.num_kv_heads if num_kv_heads is None else num_kv_heads
+        """The attention of a rank."""
+        heads = self.heads(rank, num_ranks)
         return AttentionProblem(
             device=device,
             dtype=_activation_dtype(device, dtype),
             kv_dtype=dtype,
-            num_heads=num_kv_heads * (self.num_heads // self.num_kv_heads),
-            num_kv_heads=num_kv_heads,
+            num_heads=heads.num_heads,
+            num_kv_heads=heads.num_kv_heads,
             head_dim=self.head_dim,
             chunk_size=chunk_size,
         )
@@ -121,7 +131,8 @@ class Decoder:
         device: "cpu" or "cuda".
         max_tokens: longest sequence, for the rotary tables.
         rank, num_ranks: which part of the heads, MLP columns and vocabulary rows is ours.
-        reduce: sums partial results over ranks, where there are several.
+
+    With several ranks `collectives` must be set before `forward`: it sums partial results, and gathers logits.
     """
 
     def __init__(
@@ -133,31 +144,29 @@ class Decoder:
         max_tokens: int,
         rank: int = 0,
         num_ranks: int = 1,
-        reduce: Reduce = lambda x: x,
     ) -> None:
         self.config = config = DecoderConfig.load(folder)
-        if num_ranks > config.num_kv_heads:
-            raise ModelError(f"tensor_parallel_size is {num_ranks}; the model has {config.num_kv_heads} KV heads")
+        self._heads = config.heads(rank, num_ranks)
+        self._rank, self._num_ranks = rank, num_ranks
         self.dtype, self.device = dtype or config.dtype, device
         self.activation_dtype = _activation_dtype(device, self.dtype)
         self._ops: DecoderOps = CpuOps() if device == "cpu" else TorchOps()
-        self._reduce = reduce
-        kv_heads = Share(total=config.num_kv_heads, rank=rank, num_ranks=num_ranks)
-        self._kv_heads, self._group = kv_heads, config.num_heads // config.num_kv_heads
+        self.collectives: Collectives | None = None
         self._columns = Share(total=config.intermediate_size, rank=rank, num_ranks=num_ranks)
-        self._vocab = Share(total=config.vocab_size, rank=rank, num_ranks=num_ranks)
+        vocab = [Share(total=config.vocab_size, rank=r, num_ranks=num_ranks) for r in range(num_ranks)]
+        self._vocab_widths = [share.size for share in vocab]
         weights = _Weights(folder, self.dtype, device)
         self._embedding = weights.rows("model.embed_tokens.weight")
         self._layers = [self._load_layer(weights, f"model.layers.{i}.", rank) for i in range(config.num_layers)]
         self._final_norm = weights.rows("model.norm.weight").to(self.activation_dtype)
         head = "model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight"
-        self._head = self._ops.linear(weights.rows(head, self._vocab), None)
+        self._head = self._ops.linear(weights.rows(head, vocab[rank]), None)
         self._cos, self._sin = _rotary_tables(folder, max_tokens, device)
 
     def problem(self, chunk_size: int) -> AttentionProblem:
         """This rank's attention."""
         return self.config.problem(
-            device=self.device, dtype=self.dtype, chunk_size=chunk_size, num_kv_heads=self._kv_heads.size
+            device=self.device, dtype=self.dtype, chunk_size=chunk_size, rank=self._rank, num_ranks=self._num_ranks
         )
 
     def forward(
@@ -171,10 +180,10 @@ class Decoder:
             kv: K and V of earlier tokens; those of this step are appended.
             logit_rows: [R] int64, rows whose logits are wanted.
         Returns:
-            [R, V of this rank] float32.
+            [R, V] float32, the same on all ranks.
         """
         config, ops = self.config, self._ops
-        num_heads, num_kv_heads = self._kv_heads.size * self._group, self._kv_heads.size
+        num_heads, num_kv_heads = self._heads.num_heads, self._heads.num_kv_heads
         eps, scale = config.norm_eps, config.head_dim**-0.5
         cos, sin = self._cos[positions], self._sin[positions]
         x = F.embedding(token_ids, self._embedding).to(self.activation_dtype)
@@ -185,16 +194,27 @@ class Decoder:
             q, k, v = ops.rope_qkv(layer.qkv(h), cos, sin, num_heads, num_kv_heads, self.dtype)
             kv.backend.append(layer_kv, k, v, plan)
             attended = kv.backend.attend(q, layer_kv, plan, scale=scale)
-            output = self._reduce(layer.output(attended.view(len(x), -1)))
+            output = self._whole(layer.output, attended.view(len(x), -1))
             h = ops.rms_norm(x, layer.mlp_norm, eps, residual=output)
-            down = self._reduce(layer.down(ops.silu_mul(layer.gate_up(h))))
+            down = self._whole(layer.down, ops.silu_mul(layer.gate_up(h)))
             h = ops.rms_norm(x, next_norm, eps, residual=down)
-        return self._head(h[logit_rows]).float()
+        if not len(logit_rows):
+            return torch.empty((0, config.vocab_size), device=self.device)
+        logits = self._head(h[logit_rows]).float()
+        if self.collectives is None:
+            return logits
+        return self.collectives.gather_columns(logits, self._vocab_widths)
+
+    def _whole(self, linear: Linear, x: Tensor) -> Tensor:
+        """The sum over ranks of their parts of a product."""
+        if self.collectives is None:
+            return linear(x)
+        return self.collectives.all_reduce(linear(x, self.collectives.rows(len(x))))
 
     def _load_layer(self, weights: "_Weights", prefix: str, rank: int) -> Layer:
-        d, heads, columns = self.config.head_dim, self._kv_heads, self._columns
-        q_rows = (heads.begin * self._group * d, heads.end * self._group * d)
-        kv_rows = (heads.begin * d, heads.end * d)
+        d, heads, columns = self.config.head_dim, self._heads, self._columns
+        q_rows = (heads.q_begin * d, heads.q_end * d)
+        kv_rows = (heads.kv_begin * d, heads.kv_end * d)
         attn, mlp = prefix + "self_attn.", prefix + "mlp."
         qkv = [("q_proj", q_rows), ("k_proj", kv_rows), ("v_proj", kv_rows)]
         gate_up = ("gate_proj", "up_proj")

@@ -12,9 +12,13 @@ from dataclasses import dataclass, field
 
 from .chunk_journal import ChunkJournal
 from .chunk_pool import ChunkPool, PoolFull
+from .tree_digest import DigestChain
 
 # A prompt that shares fewer tokens than this with a chunk that is being computed does not wait for it.
 _WAIT_FRACTION = 4  # of a chunk: a quarter
+
+# Slots whose chunks go into the audit with each step, in turns: smaller pools are looked at as a whole.
+_AUDIT_SLOTS = 64
 
 
 @dataclass(slots=True, eq=False)
@@ -102,6 +106,7 @@ class PrefixTree:
         share: False keeps every sequence on chunks of its own (for comparison).
         retain: keep chunks after their last sequence until the room is needed; False frees them at once, as the paper.
         journal: hears of chunks that are full and computed, and of their end.
+        audit: hears of every change; trees with equal changes have equal digests.
 
     Invariants (see `check`): free slots + nodes = slots; no slot twice; num_refs equals the running sequences at or
     below a node; only full nodes have children; a pending node serves one sequence; nodes nobody refers to are ready.
@@ -115,12 +120,16 @@ class PrefixTree:
         share: bool = True,
         retain: bool = True,
         journal: ChunkJournal | None = None,
+        audit: DigestChain | None = None,
     ) -> None:
         self.pool = pool
         self.chunk_size = chunk_size
         self.share = share
         self.retain = retain and share
         self._journal = journal if share else None
+        self.audit = audit
+        self._audited_slot = 0
+        self._in_slot: list[Node | None] = [None] * pool.num_slots
         self._roots: dict[str, Node] = {}
         self._root_keys: dict[int, str] = {}  # by node_id
         self._next_id = 0
@@ -203,6 +212,7 @@ class PrefixTree:
         if match.partial is not None and match.adopt:
             self._unindex(match.partial)
             match.partial.tokens = list(tokens[len(match.nodes) * c : len(path) * c])
+            self._note(match.partial)
             self._insert(match.partial)
         parent = path[-1] if path else self._root(match.root_key)
         for begin in range(len(path) * c, len(tokens), c):
@@ -214,6 +224,8 @@ class PrefixTree:
             self._insert(node)
             path.append(node)
             parent = node
+        for node in match.nodes:
+            self._note(node, full=False)
         self._paths[id(path)] = path
         return Joined(path, kv_present, min(kv_present, len(tokens) - 1), copy)
 
@@ -231,6 +243,8 @@ class PrefixTree:
         if len(leaf.tokens) < self.chunk_size:
             assert leaf.num_refs == 1, "a chunk that is not full has one sequence"
             leaf.tokens.append(token)
+            if self.audit is not None:
+                self.audit.note(leaf.node_id, token)
             return False
         if not self.can_append(path):
             raise PoolFull(f"all {self.pool.num_slots} slots are in use by running sequences")
@@ -304,6 +318,25 @@ class PrefixTree:
                 root.digest = self._journal.root(root_key)
         return root
 
+    def audit_slots(self) -> None:
+        """Note the next few slots as they are now, so that a change which no operation made comes to light."""
+        if self.audit is None:
+            return
+        slots = self.pool.num_slots
+        for i in range(min(_AUDIT_SLOTS, slots)):
+            node = self._in_slot[(self._audited_slot + i) % slots]
+            if node is not None:
+                self._note(node)
+        self._audited_slot = (self._audited_slot + _AUDIT_SLOTS) % slots
+
+    def _note(self, node: Node, *, full: bool = True) -> None:
+        if self.audit is None:
+            return
+        assert node.parent is not None
+        self.audit.note(node.node_id, node.slot, node.parent.node_id, node.num_refs, node.num_ready, node.last_used)
+        if full:
+            self.audit.note_all(node.tokens)
+
     def _take_id(self) -> int:
         self._next_id += 1
         return self._next_id
@@ -312,7 +345,10 @@ class PrefixTree:
         parent.num_children += 1  # first, so that the eviction cannot take the parent
         if not self.pool.num_free:
             self._evict()
-        return Node(self._take_id(), self.pool.allocate(), parent, tokens, num_refs=1)
+        node = Node(self._take_id(), self.pool.allocate(), parent, tokens, num_refs=1)
+        self._in_slot[node.slot] = node
+        self._note(node)
+        return node
 
     def _add_ref(self, node: Node) -> None:
         self._num_idle -= node.num_refs == 0
@@ -343,6 +379,8 @@ class PrefixTree:
         self._unindex(node)
         if self._journal is not None and node.digest is not None:
             self._journal.evicted(node.digest)
+        self._note(node, full=False)
+        self._in_slot[node.slot] = None
         node.parent = None
         parent.num_children -= 1
         self._num_idle -= 1
@@ -446,6 +484,8 @@ class PrefixTree:
         slots = [node.slot for node in nodes]
         assert len(set(slots)) == len(slots), "two chunks in one slot"
         assert len(slots) == self.pool.num_used, "a slot is used, but not in the tree"
+        assert all(self._in_slot[node.slot] is node for node in nodes), "a slot holds another chunk than the tree says"
+        assert len(slots) == sum(node is not None for node in self._in_slot), "a free slot holds a chunk"
         assert self._num_idle == sum(node.num_refs == 0 for node in nodes)
         assert all(root.num_children for root in self._roots.values()), "an empty root stays"
 

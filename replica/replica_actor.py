@@ -2,23 +2,36 @@
 
 import asyncio
 import logging
+import os
+import threading
+import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+import ray
 from ray import serve
 
-from .build import ReplicaOptions, build_engine
+from chunkserve.cluster.membership import Meeting, Membership
+from chunkserve.cluster.rank_actor import start_ranks
+
+from .build import ReplicaOptions, build_engine, device_of
 from .chunk_hash import ChunkScheme
 from .engine import Engine
 from .protocol import ChunkDelta, ReplicaError, ReplicaLoad, Request, TokenEvent
+from .rank_main import run_rank
 from .serve_ports import bind_to_node_address
 
 logger = logging.getLogger(__name__)
 
+# What a replica that has failed gets to send its last events, before its process ends.
+_LAST_WORDS_S = 2.0
+
 
 class ReplicaActor:
     """One copy of the model. Serve makes as many as `num_replicas` says.
+
+    With several ranks this process is rank 0, and its placement group has a bundle for each of them.
 
     Args:
         options: the model and its sizes.
@@ -38,8 +51,11 @@ class ReplicaActor:
         self._health_stall_s = health_stall_s
         self._loop = asyncio.get_event_loop()
         self._queues: dict[str, asyncio.Queue[TokenEvent]] = {}
-        self._engine: Engine = build_engine(options, self._emit, chunk_scheme)
+        place = self._gather(options, log_level) if options.num_ranks > 1 else None
+        self._engine: Engine = build_engine(options, self._emit, chunk_scheme, place)
         self._engine.start()
+        if place is not None:
+            threading.Thread(target=self._end_with_engine, name="rank-end", daemon=True).start()
 
     async def generate(self, request: Request) -> AsyncGenerator[Sequence[TokenEvent], None]:
         """Events of all choices, until each has its finish_reason; what has piled up comes in one item.
@@ -48,19 +64,22 @@ class ReplicaActor:
 
         Raises:
             RequestRefused, ReplicaOverloaded: before the first item.
-            EngineStopped: the engine has failed.
+            EngineStopped: the engine has failed; before the first item, so that another replica may do it.
         """
         if request.request_id in self._queues:
             raise ReplicaError(f"request_id {request.request_id} is in use")
         events: asyncio.Queue[TokenEvent] = asyncio.Queue()
         self._queues[request.request_id] = events
-        unfinished = request.n
+        unfinished, started = request.n, False
         try:
             self._engine.submit(request)
             while unfinished:
                 items = [await events.get()]
                 while not events.empty():
                     items.append(events.get_nowait())
+                if not started and items[0].finish_reason == "error":
+                    self._engine.check_alive()
+                started = True
                 unfinished -= sum(item.finish_reason is not None for item in items)
                 yield items
         finally:
@@ -91,6 +110,28 @@ class ReplicaActor:
             TimeoutError: its loop does not come round.
         """
         await asyncio.to_thread(self._engine.ping, self._health_stall_s)
+
+    def _gather(self, options: ReplicaOptions, log_level: str) -> Membership:
+        """Start the other ranks, and wait for them."""
+        device = device_of(options)
+        meeting = Meeting(options.num_ranks, host=ray.util.get_node_ip_address())
+        self._ranks = start_ranks(
+            options.num_ranks, run_rank, meeting.rendezvous, options, log_level, uses_gpus=device == "cuda"
+        )  # fmt: skip
+
+        def lost(rank: int, reason: str) -> None:
+            # The engine notices by itself, unless it waits for one that it cannot reach; its process ends either way.
+            logger.error("rank lost rank=%d reason=%s", rank, reason)
+            time.sleep(_LAST_WORDS_S)
+            os._exit(1)
+
+        return meeting.join(device=device, on_lost=lost)
+
+    def _end_with_engine(self) -> None:
+        """A replica whose ranks are gone goes too, at once: Serve would ask it for its health a few times first."""
+        if self._engine.join():
+            time.sleep(_LAST_WORDS_S)
+            os._exit(1)
 
     def _emit(self, events: list[tuple[str, TokenEvent]]) -> None:
         # One wake-up of the event loop per step, whatever the number of streams.

@@ -21,6 +21,7 @@ class Sequence:
     """A choice of a request.
 
     arrival: rises with arrival; the scheduler's order, and the youngest is preempted first.
+    seed: of its random numbers.
     token_ids: prompt and generated tokens.
     num_computed: leading tokens that need no computation any more.
     kv_present: leading tokens whose K and V are in the pool; num_computed, or one more after a full hit.
@@ -32,6 +33,7 @@ class Sequence:
     request: Request
     choice: int
     arrival: int
+    seed: int
     token_ids: list[int]
     state: SequenceState = SequenceState.WAITING
     num_computed: int = 0
@@ -44,8 +46,15 @@ class Sequence:
     _slots: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
 
     @classmethod
-    def begin(cls, request: Request, choice: int, arrival: int) -> "Sequence":
-        return cls(request=request, choice=choice, arrival=arrival, token_ids=list(request.prompt_token_ids))
+    def begin_all(cls, request: Request, *, arrival: int, seed: int) -> "list[Sequence]":
+        """One for each choice, with arrivals and seeds that follow each other."""
+        return [
+            cls(
+                request=request, choice=choice, arrival=arrival + choice, seed=seed + choice,
+                token_ids=list(request.prompt_token_ids),
+            )
+            for choice in range(request.n)
+        ]  # fmt: skip
 
     @property
     def num_prompt(self) -> int:

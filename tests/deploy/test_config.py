@@ -1,11 +1,15 @@
+from pathlib import Path
+
 import pytest
 import yaml
 
 from chunkserve.deploy.config import DEFAULT_FILE, ConfigError, ServeConfig, parse_bytes
 
+CLUSTER_FILE = DEFAULT_FILE.with_name("config.cluster.yaml")
 
-def application() -> dict:
-    return yaml.safe_load(DEFAULT_FILE.read_text())
+
+def application(file: Path = DEFAULT_FILE) -> dict:
+    return yaml.safe_load(file.read_text())
 
 
 def test_the_file_states_every_knob_with_its_default() -> None:
@@ -20,10 +24,19 @@ def test_the_file_listens_on_loopback_and_points_at_the_app() -> None:
     assert file["applications"][0]["import_path"] == "chunkserve.deploy.app:build"
 
 
-def test_the_file_is_one_that_serve_accepts() -> None:
+@pytest.mark.parametrize("file", [DEFAULT_FILE, CLUSTER_FILE])
+def test_the_file_is_one_that_serve_accepts(file: Path) -> None:
     from ray.serve.schema import ServeDeploySchema
 
-    ServeDeploySchema.model_validate(application())
+    ServeDeploySchema.model_validate(application(file))
+
+
+def test_the_cluster_file_states_every_knob_of_both_models() -> None:
+    applications = application(CLUSTER_FILE)["applications"]
+    configs = [ServeConfig.from_args(app["args"]) for app in applications]
+    assert all(set(app["args"]) == set(ServeConfig.model_fields) for app in applications)
+    assert [(config.tensor_parallel_size, config.device) for config in configs] == [(1, "cuda"), (8, "cuda")]
+    assert len({app["route_prefix"] for app in applications}) == 2
 
 
 @pytest.mark.parametrize(

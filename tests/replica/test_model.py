@@ -1,17 +1,21 @@
 """The decoder against transformers on small random models: biases, rotary kinds, ranks that share the work."""
 
-import threading
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig
 
+from chunkserve.cluster.collectives import Collectives
+from chunkserve.cluster.control_rows import ControlRows
+from chunkserve.cluster.rank_group import RankGroup
 from chunkserve.kernels.dispatch import select_backend
 from chunkserve.kernels.plan import build_plan
 from chunkserve.replica.decoder_ops import CpuOps, TorchOps
 from chunkserve.replica.kv_store import KVStore
 from chunkserve.replica.model import Decoder, DecoderConfig, ModelError
+
+from ..cluster.rank_threads import on_ranks  # noqa: TID252
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -75,35 +79,42 @@ def test_logits_equal_those_of_transformers(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "num_ranks"), [("smollm_like", 2), ("smollm_like", 3), ("biases", 2), ("llama2_like", 4)]
+    ("name", "num_ranks"),
+    [("smollm_like", 2), ("smollm_like", 3), ("smollm_like", 4), ("biases", 2), ("llama2_like", 4), ("llama3_like", 4)],
 )
 def test_ranks_together_are_the_whole_model(tmp_path: Path, name: str, num_ranks: int) -> None:
     reference = save(tmp_path, **CONFIGS[name])
     token_ids = torch.randint(101, (40,), generator=torch.Generator().manual_seed(2)).tolist()
     want = reference(torch.tensor([token_ids])).logits[0]
-    parts: list[torch.Tensor] = [torch.empty(0)] * num_ranks
-    results: list[torch.Tensor] = [torch.empty(0)] * num_ranks
-    barrier = threading.Barrier(num_ranks, timeout=60)
 
-    def run(rank: int) -> None:
-        def reduce(part: torch.Tensor) -> torch.Tensor:
-            parts[rank] = part
-            barrier.wait()
-            total = torch.stack(parts).sum(0)
-            barrier.wait()
-            return total
+    def run(group: RankGroup) -> torch.Tensor:
+        model = Decoder(tmp_path, dtype=torch.float32, max_tokens=64, rank=group.rank, num_ranks=num_ranks)
+        model.collectives = Collectives(group, max_rows=40, hidden_size=model.config.hidden_size)
+        return logits_in_two_steps(model, token_ids, 20)
 
-        model = Decoder(
-            tmp_path, dtype=torch.float32, max_tokens=64, rank=rank, num_ranks=num_ranks, reduce=reduce
-        )  # fmt: skip
-        results[rank] = logits_in_two_steps(model, token_ids, 20)
+    results = on_ranks(num_ranks, run)
+    torch.testing.assert_close(results[0], want, atol=2e-4, rtol=1e-4)
+    assert all(torch.equal(result, results[0]) for result in results), "ranks sample from the same bytes"
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(num_ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    torch.testing.assert_close(torch.cat(results, dim=1), want, atol=2e-4, rtol=1e-4)
+
+@pytest.mark.parametrize("has_control", [False, True])
+def test_a_step_has_the_same_collectives_with_trees_to_keep_equal_and_without(
+    tmp_path: Path, has_control: bool
+) -> None:
+    save(tmp_path, **CONFIGS["smollm_like"])
+
+    def run(group: RankGroup) -> tuple[int, int]:
+        model = Decoder(tmp_path, dtype=torch.float32, max_tokens=64, rank=group.rank, num_ranks=2)
+        hidden = model.config.hidden_size
+        control = ControlRows(rank=group.rank, num_ranks=2, num_carriers=6, hidden_size=hidden, status_bytes=36)
+        control.write(bytes(36))
+        model.collectives = collectives = Collectives(
+            group, max_rows=40, hidden_size=hidden, control=control if has_control else None
+        )
+        logits_in_two_steps(model, list(range(40)), 20)
+        return collectives.num_all_reduces, collectives.num_all_gathers
+
+    assert on_ranks(2, run) == [(2 * 2 * 3, 2)] * 2
 
 
 def test_native_ops_equal_torch() -> None:
@@ -142,5 +153,5 @@ def test_foreign_models_are_refused_with_the_reason(tmp_path: Path) -> None:
     LlamaConfig(num_key_value_heads=4, num_attention_heads=4).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=r"has no \*\.safetensors"):
         Decoder(tmp_path, dtype=torch.float32, max_tokens=16)
-    with pytest.raises(ModelError, match="tensor_parallel_size is 5; the model has 4 KV heads"):
+    with pytest.raises(ModelError, match="tensor_parallel_size is 5; the model has 4 attention heads"):
         Decoder(tmp_path, dtype=torch.float32, max_tokens=16, num_ranks=5)

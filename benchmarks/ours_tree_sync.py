@@ -1,0 +1,215 @@
+"""What does it cost to keep the ranks' trees equal?
+
+A step's collectives with edits riding on them, against the same edits sent by a broadcast of their own, and against no
+edits at all. Each rank is a process over gloo on loopback. A step is the collectives of a decoder (2 all-reduces per
+layer, one gather of logits) without its arithmetic, which would bury what is compared. Modes take turns step by step,
+so that a busy machine slows all of them. 30 layers have as many collectives as SmolLM2-135M.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import pickle
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rows import write_rows
+
+from chunkserve.cluster.collectives import Collectives
+from chunkserve.cluster.control_rows import ControlRows
+from chunkserve.cluster.membership import Meeting, Membership, join
+from chunkserve.replica.protocol import Request, SamplingParams
+from chunkserve.replica.rank_sync import STATUS_BYTES
+from chunkserve.replica.tree_edit import EditReader, Join, Leave, TreeEdit, encode
+
+MODES = ("none", "control_rows", "broadcast_fixed", "broadcast_pickle")
+_FIXED_BYTES = 4096
+
+
+def churn_edits(step: int, prompt_tokens: int) -> list[TreeEdit]:
+    """A join and a leave."""
+    request = Request(
+        request_id=f"arrival {step}",
+        prompt_token_ids=tuple((step + i) % 49152 for i in range(prompt_tokens)),
+        sampling=SamplingParams(max_tokens=64),
+    )
+    return [Join(arrival=step, request=request, seed=step), Leave(arrival=step)]
+
+
+class Rank:
+    """One rank's end of all modes."""
+
+    def __init__(self, place: Membership, hidden: int, args: argparse.Namespace) -> None:
+        group = self.group = place.group
+        self.link, self.args, self.hidden = place.link, args, hidden
+        self.status = bytes(STATUS_BYTES)
+        self.control = ControlRows(
+            rank=group.rank, num_ranks=group.num_ranks, num_carriers=2 * args.layers, hidden_size=hidden,
+            status_bytes=STATUS_BYTES,
+        )  # fmt: skip
+        options = {"max_rows": args.rows, "hidden_size": hidden}
+        self.carrying = Collectives(group, control=self.control, **options)
+        self.plain = Collectives(group, **options)
+        self.logits = torch.ones(args.rows, 1024)
+        self.reader = EditReader()
+        self.encode_s: list[float] = []
+        self.apply_s: list[float] = []
+        self.bytes = dict.fromkeys(MODES, 0)
+
+    def step(self, mode: str, edits: list[TreeEdit]) -> list[TreeEdit]:
+        """A step's collectives; the edits that this rank heard."""
+        if mode == "control_rows":
+            begin_s = time.perf_counter()
+            payload = b"".join(map(encode, edits)) if self.group.rank == 0 else b""
+            self.status = (int.from_bytes(self.status, "little") + 1).to_bytes(STATUS_BYTES, "little")
+            self.control.write(self.status, payload)
+            self.encode_s.append(time.perf_counter() - begin_s)
+            if self.group.rank:
+                self.link.report(self.status)
+            self._model(self.carrying, self._await_reports if self.group.rank == 0 else None)
+            begin_s = time.perf_counter()
+            _, payload = self.control.read()
+            heard = list(self.reader.feed(payload))
+            self.apply_s.append(time.perf_counter() - begin_s)
+            self.bytes[mode] += len(payload) + self.group.num_ranks * STATUS_BYTES + 4
+            return heard
+        heard = []
+        if mode == "broadcast_pickle":
+            # As engines do it: sizes, then a pickled list, in each step.
+            raw = self.group.broadcast(pickle.dumps(edits) if self.group.rank == 0 else b"")
+            heard = pickle.loads(raw)  # noqa: S301
+            self.bytes[mode] += len(raw) + 8
+        elif mode == "broadcast_fixed":
+            payload = b"".join(map(encode, edits)) if self.group.rank == 0 else b""
+            buffer = torch.zeros(_FIXED_BYTES, dtype=torch.uint8)
+            if payload:
+                buffer[: len(payload) + 4] = torch.frombuffer(
+                    bytearray(len(payload).to_bytes(4, "little") + payload), dtype=torch.uint8
+                )
+            self.group.broadcast_tensor(buffer)
+            raw = buffer.numpy().tobytes()
+            heard = list(self.reader.feed(raw[4 : 4 + int.from_bytes(raw[:4], "little")]))
+            self.bytes[mode] += _FIXED_BYTES
+        self._model(self.plain)
+        return heard
+
+    def _await_reports(self) -> None:
+        if len(self.link.reports(lambda raw: raw == self.status, timeout_s=60)) < self.group.num_ranks - 1:
+            raise SystemExit("a rank has not begun its step")
+
+    def _model(self, collectives: Collectives, guard: Callable[[], None] | None = None) -> None:
+        collectives.begin_step(guard)
+        for _ in range(2 * self.args.layers):
+            partial = collectives.rows(self.args.rows)
+            partial.fill_(1.0)
+            collectives.all_reduce(partial)
+        collectives.gather_columns(self.logits, [1024] * self.group.num_ranks)
+
+
+def run_rank(rank: int, meeting: Meeting, args: argparse.Namespace, say: Callable[[str], None]) -> None:
+    if rank == 0:
+        place = meeting.join()
+    else:
+        meeting.close()
+        place = join(meeting.rendezvous, rank, on_lost=lambda *_: os._exit(0), host="127.0.0.1", device="cpu")
+    torch.set_num_threads(1)
+    for hidden in args.hidden:
+        for churn in ("quiet", "heavy"):
+            one = Rank(place, hidden, args)
+            times: dict[str, list[float]] = {mode: [] for mode in MODES}
+            counts = dict.fromkeys(MODES, 0)
+            for step in range(args.warmup + args.steps):
+                edits = churn_edits(step, args.prompt_tokens) if churn == "heavy" else []
+                # Another mode begins each round: who comes first after a pause is slower.
+                for turn in range(len(MODES)):
+                    mode = MODES[(turn + step) % len(MODES)]
+                    before = _count(one)
+                    begin_s = time.perf_counter()
+                    heard = one.step(mode, edits)
+                    if step >= args.warmup:
+                        times[mode].append(time.perf_counter() - begin_s)
+                    counts[mode] = _count(one) - before + {"broadcast_pickle": 2, "broadcast_fixed": 1}.get(mode, 0)
+                    if mode != "none" and [encode(edit) for edit in heard] != [encode(edit) for edit in edits]:
+                        raise SystemExit(f"{mode}: rank {rank} heard other edits than were sent")
+            if rank == 0:
+                for mode in MODES:
+                    say(json.dumps(_row(one, mode, hidden, churn, times, counts[mode], args)))
+    place.group.smallest(0)
+    if rank == 0:
+        place.leave()
+
+
+def _count(one: Rank) -> int:
+    return sum(c.num_all_reduces + c.num_all_gathers for c in (one.carrying, one.plain))
+
+
+def _row(
+    one: Rank, mode: str, hidden: int, churn: str, times: dict[str, list[float]], count: int, args: argparse.Namespace
+) -> dict[str, Any]:
+    pairs = sorted(t / base for t, base in zip(times[mode], times["none"], strict=True))
+    row = {
+        "hidden": hidden, "churn": churn, "mode": mode, "ranks": args.ranks, "layers": args.layers, "rows": args.rows,
+        "steps": args.steps, "warmup": args.warmup,
+        "step_ms": 1e3 * statistics.median(times[mode]), "step_ms_min": 1e3 * min(times[mode]),
+        "over_none_min": min(times[mode]) / min(times["none"]), "over_none_median": statistics.median(pairs),
+        "over_none_p25": pairs[len(pairs) // 4], "over_none_p75": pairs[3 * len(pairs) // 4],
+        "collectives_per_step": count, "bytes_per_step": one.bytes[mode] / (args.warmup + args.steps),
+    }  # fmt: skip
+    if mode == "control_rows":
+        row["encode_us"] = 1e6 * statistics.median(one.encode_s)
+        row["apply_us"] = 1e6 * statistics.median(one.apply_s)
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a few steps of a few layers, under a minute")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--hidden", type=int, nargs="+", default=[576, 4096])
+    parser.add_argument("--layers", type=int, default=30)
+    parser.add_argument("--rows", type=int, default=16, help="sequences that decode in a step")
+    parser.add_argument("--prompt-tokens", type=int, default=256, help="of a join")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--warmup", type=int, default=5)
+    args = parser.parse_args()
+    if args.quick:
+        args.steps, args.layers = 20, 8
+    context = multiprocessing.get_context("fork")
+    meeting = Meeting(args.ranks)
+    receiver, sender = context.Pipe(duplex=False)
+    processes = [
+        context.Process(target=run_rank, args=(rank, meeting, args, sender.send)) for rank in range(args.ranks)
+    ]
+    for process in processes:
+        process.start()
+    meeting.close()
+    rows: list[dict[str, Any]] = []
+    while len(rows) < 2 * len(MODES) * len(args.hidden):
+        if receiver.poll(1):
+            rows.append(json.loads(receiver.recv()))
+        elif any(process.exitcode not in (None, 0) for process in processes):
+            raise SystemExit("a rank has failed")
+    for process in processes:
+        process.join()
+    if args.json:
+        write_rows(args.json, rows)
+    columns = ["step_ms", "step_ms_min", "over_none_median", "over_none_min", "collectives_per_step", "bytes_per_step"]
+    table = Table("hidden", "churn", "mode", *columns, "encode_us", "apply_us")
+    for row in rows:
+        table.add_row(
+            str(row["hidden"]), row["churn"], row["mode"], *(f"{row[column]:.4g}" for column in columns),
+            *(f"{row[name]:.3g}" if name in row else "" for name in ("encode_us", "apply_us")),
+        )  # fmt: skip
+    Console(width=160).print(table)
+
+
+if __name__ == "__main__":
+    main()

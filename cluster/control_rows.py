@@ -1,0 +1,140 @@
+"""Bytes that ride on all-reduces which run anyway, as rows of numbers from 0 to 255. No Ray.
+
+A step has a fixed number of all-reduces, its *carriers*; each takes `num_rows` more rows of `hidden_size` numbers. All
+their numbers together are the step's *frame*, one byte a number:
+
+    length of the payload (4) | status of rank 0 | status of rank 1 | ... | payload of rank 0 | zeros
+
+Each rank writes its own part and zeros elsewhere, so that a sum over ranks is the frame. Numbers up to 255 are exact in
+float32, float16 and bfloat16, and so is their sum with zeros.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_LENGTH_BYTES = 4
+
+
+class ControlRowsError(Exception):
+    """What came back from the all-reduces is no frame: another rank wrote where it must not, or a sum is not exact."""
+
+
+class ControlRows:
+    """The frame of one step: `write`, then per carrier `outgoing` and `incoming`, then `read`.
+
+    Args:
+        rank, num_ranks: who writes which status; rank 0 writes the payload.
+        num_carriers: all-reduces of a step.
+        hidden_size: numbers of a row.
+        num_rows: rows per carrier.
+        status_bytes: length of each rank's status.
+        dtype, device: of the activations.
+    Raises:
+        ValueError: the frame has no room for the statuses and a byte of payload.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        num_ranks: int,
+        num_carriers: int,
+        hidden_size: int,
+        num_rows: int = 1,
+        status_bytes: int,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+    ) -> None:
+        self._head = _LENGTH_BYTES + num_ranks * status_bytes
+        self._carrier_bytes = num_rows * hidden_size
+        self.capacity = num_carriers * self._carrier_bytes - self._head
+        if self.capacity < 1:
+            raise ValueError(
+                f"{num_carriers} all-reduces with {num_rows} row(s) of {hidden_size} numbers hold "
+                f"{num_carriers * self._carrier_bytes} bytes; {num_ranks} ranks take {self._head} before any payload"
+            )
+        self.num_rows = num_rows
+        self._rank, self._num_ranks, self._status_bytes = rank, num_ranks, status_bytes
+        self._out = torch.zeros((num_carriers, num_rows, hidden_size), dtype=dtype, device=device)
+        self._sum = torch.zeros_like(self._out)
+        self._zeros = torch.zeros((num_rows, hidden_size), dtype=dtype, device=device)
+        # torch takes microseconds for what numpy does in one, and numpy has no bfloat16.
+        by_numpy = device == "cpu" and dtype == torch.float32
+        self._out_numbers = self._out.view(-1).numpy() if by_numpy else None
+        self._sum_numbers = self._sum.view(-1).numpy() if by_numpy else None
+        self._outgoing_bytes = 0
+        # Looking at a sum before the step is done is free on CPUs alone; there it says which carriers bear nothing.
+        self._peeks = device == "cpu"
+        self._incoming_bytes = self._sum.numel()
+
+    def write(self, status: bytes, payload: bytes = b"") -> None:
+        """What this rank has to say in the next step.
+
+        Args:
+            status: [status_bytes].
+            payload: at most `capacity` bytes; of rank 0 alone.
+        """
+        assert len(status) == self._status_bytes, f"status has {len(status)} bytes, not {self._status_bytes}"
+        assert len(payload) <= self.capacity, f"payload has {len(payload)} bytes; a step carries {self.capacity}"
+        assert self._rank == 0 or not payload, "rank 0 alone has a payload"
+        frame = bytearray(self._head + len(payload))
+        at = _LENGTH_BYTES + self._rank * self._status_bytes
+        frame[at : at + self._status_bytes] = status
+        if self._rank == 0:
+            frame[:_LENGTH_BYTES] = len(payload).to_bytes(_LENGTH_BYTES, "little")
+            frame[self._head :] = payload
+        if self._out_numbers is not None:
+            self._out_numbers[: len(frame)] = np.frombuffer(frame, np.uint8)
+            self._out_numbers[len(frame) : self._outgoing_bytes] = 0
+        else:
+            flat = self._out.view(-1)
+            flat[: len(frame)] = torch.frombuffer(frame, dtype=torch.uint8).to(flat.device, flat.dtype)
+            flat[len(frame) : self._outgoing_bytes].zero_()
+        self._outgoing_bytes = len(frame)
+        self._incoming_bytes = self._sum.numel()
+
+    def outgoing(self, carrier: int) -> Tensor:
+        """[num_rows, hidden_size] to send with a carrier."""
+        return self._out[carrier] if carrier * self._carrier_bytes < self._outgoing_bytes else self._zeros
+
+    def incoming(self, carrier: int, rows: Tensor) -> None:
+        """Take a carrier's sum [num_rows, hidden_size]; carriers come in order."""
+        if carrier * self._carrier_bytes >= self._incoming_bytes:
+            return
+        self._sum[carrier] = rows
+        if self._peeks and (carrier + 1) * self._carrier_bytes >= _LENGTH_BYTES > carrier * self._carrier_bytes:
+            self._incoming_bytes = self._head + min(self._length(), self.capacity)
+
+    def read(self) -> tuple[Sequence[bytes], bytes]:
+        """Status of each rank, and the payload, once all carriers are through.
+
+        Raises:
+            ControlRowsError: the sums are no frame.
+        """
+        length = self._length()
+        if length > self.capacity:
+            raise ControlRowsError(f"a payload of {length} bytes came; a step carries {self.capacity}")
+        frame = self._bytes(0, self._head + length)
+        statuses = [
+            frame[at : at + self._status_bytes]
+            for at in range(_LENGTH_BYTES, self._head, self._status_bytes)
+        ]  # fmt: skip
+        return statuses, frame[self._head :]
+
+    def _length(self) -> int:
+        return int.from_bytes(self._bytes(0, _LENGTH_BYTES), "little")
+
+    def _bytes(self, begin: int, end: int) -> bytes:
+        if self._sum_numbers is not None:
+            numbers = self._sum_numbers[begin:end]
+        else:
+            numbers = self._sum.view(-1)[begin:end].float().cpu().numpy()
+        with np.errstate(invalid="ignore"):  # what is no byte shows below
+            values = numbers.astype(np.uint8)
+        if not np.array_equal(values, numbers):
+            at = int(np.flatnonzero(values != numbers)[0])
+            raise ControlRowsError(f"number {begin + at} of a step's control rows is {numbers[at]}, not 0 to 255")
+        return values.tobytes()

@@ -1,0 +1,147 @@
+"""How the ranks of a replica find each other, and what each then has: the process group and the links. No Ray."""
+
+import secrets
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from .liveness import SILENCE_S, TOKEN_BYTES, Liveness
+from .rank_group import RankGroup, open_port
+
+# Long enough for the others to load their weights from a slow disk; a rank that dies is noticed in seconds by its link.
+COLLECTIVE_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendezvous:
+    """Where rank 0 waits for the others; plain data that may cross processes.
+
+    host: address of rank 0; store_port, link_port: on it.
+    token: a secret of this group.
+    join_timeout_s: for all to come together.
+    silence_s: a rank that says nothing for so long has stalled.
+    """
+
+    num_ranks: int
+    host: str
+    store_port: int
+    link_port: int
+    token: bytes = field(repr=False)
+    join_timeout_s: float = 60.0
+    silence_s: float = SILENCE_S
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """A rank's place in its group."""
+
+    group: RankGroup
+    link: Liveness
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank
+
+    @property
+    def num_ranks(self) -> int:
+        return self.group.num_ranks
+
+    def leave(self, reason: str | None = None) -> None:
+        """End the group; the reason is what went wrong, if something did."""
+        self.link.leave(reason)
+        self.group.close()
+
+
+class Meeting:
+    """Rank 0's side of the rendezvous: its ports are open as soon as this is made.
+
+    Args:
+        host: address of this machine that the other ranks reach; nothing listens elsewhere.
+    """
+
+    def __init__(
+        self, num_ranks: int, *, host: str = "127.0.0.1", join_timeout_s: float = 60.0, silence_s: float = SILENCE_S
+    ) -> None:
+        self._store, self._link = open_port(host), open_port(host)
+        self.rendezvous = Rendezvous(
+            num_ranks=num_ranks,
+            host=host,
+            store_port=self._store.getsockname()[1],
+            link_port=self._link.getsockname()[1],
+            token=secrets.token_bytes(TOKEN_BYTES),
+            join_timeout_s=join_timeout_s,
+            silence_s=silence_s,
+        )
+
+    def join(
+        self, *, device: str = "cpu", on_lost: Callable[[int, str], None] = lambda rank, reason: None
+    ) -> Membership:
+        """Rank 0's place, once all are there.
+
+        Args:
+            on_lost: called after the group has been ended because a rank was lost.
+        Raises:
+            LinkError, RankGroupError: not all came.
+        """
+        place = self.rendezvous
+        links: list[Liveness] = []
+
+        def lost(rank: int, reason: str) -> None:
+            for link in links:
+                link.kill_stalled()
+                link.leave(f"rank {rank} is lost: {reason}")
+            on_lost(rank, reason)
+
+        links.append(
+            Liveness.accept(
+                self._link, place.num_ranks, place.token, lost,
+                timeout_s=place.join_timeout_s, silence_s=place.silence_s,
+            )
+        )  # fmt: skip
+        return _join(place, 0, links[0], self._store, place.host, device)
+
+    def close(self) -> None:
+        """Give the ports back, if nobody joined."""
+        self._store.close()
+        self._link.close()
+
+
+def join(place: Rendezvous, rank: int, *, on_lost: Callable[[int, str], None], host: str, device: str) -> Membership:
+    """Another rank's place.
+
+    Args:
+        on_lost: called once when rank 0 is lost, or has ended the group; this rank must go.
+        host: this rank's own address.
+    Raises:
+        LinkError, RankGroupError: rank 0 is not there, or not all came.
+    """
+    links: list[Liveness] = []
+
+    def lost(rank: int, reason: str) -> None:
+        for link in links:
+            link.kill_stalled()
+        on_lost(rank, reason)
+
+    links.append(
+        Liveness.connect(
+            (place.host, place.link_port), rank, place.token, lost,
+            timeout_s=place.join_timeout_s, silence_s=place.silence_s,
+        )
+    )  # fmt: skip
+    return _join(place, rank, links[0], None, host, device)
+
+
+def _join(
+    place: Rendezvous, rank: int, link: Liveness, listener: socket.socket | None, host: str, device: str
+) -> Membership:
+    group = RankGroup(
+        rank=rank,
+        num_ranks=place.num_ranks,
+        store=(place.host, place.store_port),
+        listener=listener,
+        host=host,
+        device=device,
+        join_timeout_s=place.join_timeout_s,
+        timeout_s=COLLECTIVE_TIMEOUT_S,
+    )
+    return Membership(group, link)

@@ -1,0 +1,143 @@
+"""The promise on several ranks: the words of one rank, whatever joins, leaves, is evicted or preempted."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from chunkserve.replica.build import ReplicaOptions, build_engine
+from chunkserve.replica.protocol import Request, SamplingParams, TokenEvent
+
+from .rank_threads import Ranks, model_ranks
+
+pytestmark = [pytest.mark.model, pytest.mark.slow]
+
+HEADS = {
+    "smollm_like": {"num_attention_heads": 9, "num_key_value_heads": 3},
+    "llama2_like": {"num_attention_heads": 8, "num_key_value_heads": 8},
+    "llama3_like": {"num_attention_heads": 8, "num_key_value_heads": 2},
+}
+
+
+@pytest.fixture
+def tiny_model(tmp_path: Path, small_model: Path) -> Callable[[str], Path]:
+    """Random models of two layers, with the small model's tokenizer; the fifth-largest logit is far from the first."""
+
+    def build(name: str) -> Path:
+        config = LlamaConfig(
+            vocab_size=301, hidden_size=16 * HEADS[name]["num_attention_heads"], intermediate_size=75,
+            num_hidden_layers=2, head_dim=16, max_position_embeddings=512, initializer_range=0.4, **HEADS[name],
+        )  # fmt: skip
+        torch.manual_seed(0)
+        LlamaForCausalLM(config).float().save_pretrained(tmp_path)
+        for file in small_model.glob("*token*"):
+            (tmp_path / file.name).symlink_to(file)
+        return tmp_path
+
+    return build
+
+
+class OneRank:
+    """The same engine with one rank."""
+
+    def __init__(self, options: ReplicaOptions) -> None:
+        self.events: list[TokenEvent] = []
+        self.engine = build_engine(options, lambda events: self.events.extend(event for _, event in events))
+
+    def tokens(self, prompt: tuple[int, ...], max_tokens: int, **options: object) -> tuple[int, ...]:
+        """Alone, with nothing cached."""
+        self.events.clear()
+        self.engine.clear_prefixes()
+        params = SamplingParams(max_tokens=max_tokens, **{"temperature": 0.0, "ignore_eos": True, **options})
+        self.engine.submit(Request(request_id="r", prompt_token_ids=prompt, sampling=params))
+        self.engine._take_messages(wait=False)
+        while self.engine.step():
+            pass
+        return tuple(token for event in self.events for token in event.token_ids)
+
+
+def run_mixed(ranks: Ranks, one: OneRank, vocab_size: int, num_requests: int, seed: int) -> None:
+    """Requests with shared and other prefixes, greedy and seeded, some cancelled, at random times."""
+    rng = random.Random(seed)
+    stems = [tuple(rng.randrange(1, vocab_size) for _ in range(size)) for size in (16, 40, 70)]
+    cases = {}
+    for i in range(num_requests):
+        stem = rng.choice([*stems, ()])
+        prompt = (
+            *stem[: rng.randrange(len(stem) + 1)],
+            *(rng.randrange(1, vocab_size) for _ in range(rng.randrange(1, 9))),
+        )
+        sampling: dict[str, object] = {}
+        if i % 3 == 2:
+            sampling = {"temperature": 0.8, "top_p": 0.9, "seed": i}
+        cases[f"r{i}"] = (prompt, rng.randrange(4, 24), sampling)
+        ranks.submit(f"r{i}", prompt, cases[f"r{i}"][1], **sampling)
+        for _ in range(rng.randrange(3)):
+            ranks.turn()
+        if i % 5 == 4:
+            ranks.submit(f"leaver {i}", prompt, 200)
+            ranks.turn()
+            ranks.turn()
+            ranks.engine.cancel(f"leaver {i}")
+    ranks.run()
+    for name, (prompt, max_tokens, sampling) in cases.items():
+        assert ranks.tokens(name) == one.tokens(prompt, max_tokens, **sampling), name
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks"), [("smollm_like", 2), ("smollm_like", 3), ("llama2_like", 2), ("llama3_like", 4)]
+)
+@pytest.mark.parametrize("pool", ["roomy", "tight"])
+def test_same_words_as_one_rank(tiny_model: Callable[[str], Path], name: str, num_ranks: int, pool: str) -> None:
+    options = ReplicaOptions(
+        model=str(tiny_model(name)), dtype="float32", chunk_size=16, num_threads=1, max_sequence_tokens=288,
+        max_running=6, max_step_tokens=48, pool_chunks=200 if pool == "roomy" else 20,
+        retain_prefixes=(name, pool) != ("llama2_like", "tight"),
+    )  # fmt: skip
+    one = OneRank(options)
+    ranks = model_ranks(options, num_ranks)
+    try:
+        run_mixed(ranks, one, 301, num_requests=12, seed=num_ranks)
+        if pool == "tight":
+            assert ranks.engine._tree.num_evictions > 0 or not options.retain_prefixes
+        for follower in ranks.followers.values():
+            follower.core.scheduler.check()
+    finally:
+        ranks.close()
+
+
+def test_preempted_sequences_on_two_ranks(tiny_model: Callable[[str], Path]) -> None:
+    options = ReplicaOptions(
+        model=str(tiny_model("smollm_like")), dtype="float32", chunk_size=16, num_threads=1, max_sequence_tokens=128,
+        max_running=6, max_step_tokens=48, pool_chunks=8,
+    )  # fmt: skip
+    one = OneRank(options)
+    ranks = model_ranks(options, 2)
+    try:
+        for i in range(5):
+            ranks.submit(f"r{i}", (i, 7), 40)
+        ranks.run()
+        assert ranks.engine.load().preemptions > 0
+        for i in range(5):
+            assert ranks.tokens(f"r{i}") == one.tokens((i, 7), 40)
+    finally:
+        ranks.close()
+
+
+def test_the_small_model_on_two_ranks_says_what_transformers_says(small_model: Path, greedy_cases) -> None:
+    options = ReplicaOptions(
+        model=str(small_model), dtype="float32", num_threads=1, max_sequence_tokens=512, pool_chunks=40
+    )  # fmt: skip
+    ranks = model_ranks(options, 2)
+    cases = [case for case in greedy_cases if case.name in ("capital", "same_as_capital", "story_65", "one_token")]
+    try:
+        for case in cases:
+            ranks.submit(case.name, case.prompt, 12)
+        ranks.run()
+        for case in cases:
+            assert ranks.tokens(case.name) == case.tokens[:12], case.name
+    finally:
+        ranks.close()
