@@ -14,8 +14,8 @@ def chain(name: str, length: int, forks: dict[int, str] | None = None) -> tuple[
     """Digests of a prompt; from a fork's depth on it goes another way."""
     digests, way = [], name
     for depth in range(length):
-        way += (forks or {}).get(depth, "")
-        digests.append(digest_of(f"{way} {depth}"))
+        way += (forks or {}).get(depth, "") + ","  # the comma counts the depth, so no other way has this digest
+        digests.append(digest_of(way))
     return tuple(digests)
 
 
