@@ -33,6 +33,10 @@ class Collectives:
         self.control = control
         self._first = control.num_rows if control is not None else 0
         self._buffer = torch.zeros((self._first + max_rows, hidden_size), dtype=dtype, device=group.device)
+        # Views are kept: making one takes as long as a small copy.
+        self._carried = self._buffer[: self._first]
+        self._whole = self._buffer[: self._first]
+        self._is_clean = True  # the carried rows are zero
         self._carrier = 0
         self._guard: Callable[[], None] | None = None
         self.num_all_reduces = 0
@@ -49,17 +53,21 @@ class Collectives:
 
     def all_reduce(self, partial: Tensor) -> Tensor:
         """Sum over ranks of what `rows` gave out; in place."""
-        end = self._first + len(partial)
         if self._guard is not None:
             self._guard()
             self._guard = None
         if self.control is None:
             self.group.all_reduce(partial)
         else:
-            carried = self._buffer[: self._first]
-            carried.copy_(self.control.outgoing(self._carrier))
-            self.group.all_reduce(self._buffer[:end])
-            self.control.incoming(self._carrier, carried)
+            if len(self._whole) != self._first + len(partial):
+                self._whole = self._buffer[: self._first + len(partial)]
+            outgoing = self.control.outgoing(self._carrier)
+            if outgoing is not None:
+                self._carried.copy_(outgoing)
+            elif not self._is_clean:
+                self._carried.zero_()
+            self.group.all_reduce(self._whole)
+            self._is_clean = not self.control.incoming(self._carrier, self._carried) and outgoing is None
         self._carrier += 1
         self.num_all_reduces += 1
         return partial

@@ -60,7 +60,6 @@ class ControlRows:
         self._rank, self._num_ranks, self._status_bytes = rank, num_ranks, status_bytes
         self._out = torch.zeros((num_carriers, num_rows, hidden_size), dtype=dtype, device=device)
         self._sum = torch.zeros_like(self._out)
-        self._zeros = torch.zeros((num_rows, hidden_size), dtype=dtype, device=device)
         # torch takes microseconds for what numpy does in one, and numpy has no bfloat16.
         by_numpy = device == "cpu" and dtype == torch.float32
         self._out_numbers = self._out.view(-1).numpy() if by_numpy else None
@@ -96,17 +95,18 @@ class ControlRows:
         self._outgoing_bytes = len(frame)
         self._incoming_bytes = self._sum.numel()
 
-    def outgoing(self, carrier: int) -> Tensor:
-        """[num_rows, hidden_size] to send with a carrier."""
-        return self._out[carrier] if carrier * self._carrier_bytes < self._outgoing_bytes else self._zeros
+    def outgoing(self, carrier: int) -> Tensor | None:
+        """[num_rows, hidden_size] to send with a carrier; None stands for zeros."""
+        return self._out[carrier] if carrier * self._carrier_bytes < self._outgoing_bytes else None
 
-    def incoming(self, carrier: int, rows: Tensor) -> None:
-        """Take a carrier's sum [num_rows, hidden_size]; carriers come in order."""
+    def incoming(self, carrier: int, rows: Tensor) -> bool:
+        """Take a carrier's sum [num_rows, hidden_size]; carriers come in order. Whether it may be other than zero."""
         if carrier * self._carrier_bytes >= self._incoming_bytes:
-            return
+            return False
         self._sum[carrier] = rows
         if self._peeks and (carrier + 1) * self._carrier_bytes >= _LENGTH_BYTES > carrier * self._carrier_bytes:
             self._incoming_bytes = self._head + min(self._length(), self.capacity)
+        return True
 
     def read(self) -> tuple[Sequence[bytes], bytes]:
         """Status of each rank, and the payload, once all carriers are through.

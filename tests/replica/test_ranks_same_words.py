@@ -100,7 +100,7 @@ def test_same_words_as_one_rank(tiny_model: Callable[[str], Path], name: str, nu
     one = OneRank(options)
     ranks = model_ranks(options, num_ranks)
     try:
-        run_mixed(ranks, one, 301, num_requests=12, seed=num_ranks)
+        run_mixed(ranks, one, 301, num_requests=20, seed=num_ranks)
         if pool == "tight":
             assert ranks.engine._tree.num_evictions > 0 or not options.retain_prefixes
         for follower in ranks.followers.values():
@@ -127,11 +127,12 @@ def test_preempted_sequences_on_two_ranks(tiny_model: Callable[[str], Path]) -> 
         ranks.close()
 
 
-def test_the_small_model_on_two_ranks_says_what_transformers_says(small_model: Path, greedy_cases) -> None:
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_the_small_model_says_what_transformers_says(small_model: Path, greedy_cases, num_ranks: int) -> None:
     options = ReplicaOptions(
         model=str(small_model), dtype="float32", num_threads=1, max_sequence_tokens=512, pool_chunks=40
     )  # fmt: skip
-    ranks = model_ranks(options, 2)
+    ranks = model_ranks(options, num_ranks)
     cases = [case for case in greedy_cases if case.name in ("capital", "same_as_capital", "story_65", "one_token")]
     try:
         for case in cases:
