@@ -23,7 +23,7 @@ from chunkserve.deploy.client import AsyncClient, Client, StreamBroken
 from chunkserve.deploy.config import DEFAULT_FILE
 from chunkserve.deploy.local_server import LocalServer, local_server
 
-pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(900)]
 
 MODEL = "smollm2-135m-instruct"
 
