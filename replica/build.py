@@ -260,7 +260,9 @@ def _num_slots(options: ReplicaOptions, device: str, chunk_bytes: int, max_token
             )
         return options.pool_bytes // chunk_bytes
     if device == "cuda":
-        free = int(torch.cuda.mem_get_info()[0] * _GPU_POOL_SHARE)
+        # The weights are not loaded yet; each rank takes its part of the files.
+        weights = sum(file.stat().st_size for file in Path(options.model).glob("*.safetensors")) // num_ranks
+        free = int((torch.cuda.mem_get_info()[0] - weights) * _GPU_POOL_SHARE)
     else:
         free = min(int(psutil.virtual_memory().available * _CPU_POOL_SHARE), _CPU_POOL_LIMIT_BYTES) // num_ranks
     return max(free // chunk_bytes, needed)
