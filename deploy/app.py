@@ -17,10 +17,9 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from chunkserve.cluster.placement import replica_bundles
-from chunkserve.replica.build import ReplicaOptions
 from chunkserve.replica.chunk_hash import ChunkScheme
-from chunkserve.replica.engine import EngineStopped
-from chunkserve.replica.protocol import ChunkDelta, ReplicaError, ReplicaLoad, Request, TokenEvent
+from chunkserve.replica.options import ReplicaOptions
+from chunkserve.replica.protocol import ChunkDelta, EngineStopped, ReplicaError, ReplicaLoad, Request, TokenEvent
 from chunkserve.replica.replica_actor import ReplicaActor
 from chunkserve.replica.serve_ports import bind_to_node_address
 from chunkserve.replica.tokenizer import Tokenizer

@@ -38,12 +38,15 @@ def serve(
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="KNOB=VALUE", help="Any other knob of the file; repeatable.")
     ] = None,
+    until_stdin_closes: Annotated[
+        bool, typer.Option("--until-stdin-closes", help="Stop when standard input ends, as it does when a parent dies.")
+    ] = False,
 ) -> None:
     """Serve a model over HTTP until interrupted. Options replace values of the file."""
     overrides = {"host": host, "port": port, "model": model, "num_replicas": num_replicas}
     overrides = {name: value for name, value in overrides.items() if value is not None} | _knobs(set_ or [])
     try:
-        status = run_blocking(config, overrides, typer.echo)
+        status = run_blocking(config, overrides, typer.echo, until_stdin_closes=until_stdin_closes)
     except (ConfigError, SmallModelError) as error:
         raise _refusal(str(error)) from None
     raise typer.Exit(status)

@@ -37,7 +37,11 @@ _DEPLOY_FAILED = re.compile(r"Deploying app '\w+' failed|DEPLOY_FAILED")
 
 
 def run_blocking(
-    config_path: Path, overrides: Mapping[str, Any] | None = None, say: Callable[[str], None] = print
+    config_path: Path,
+    overrides: Mapping[str, Any] | None = None,
+    say: Callable[[str], None] = print,
+    *,
+    until_stdin_closes: bool = False,
 ) -> int:
     """`serve run` on a config file, until it ends or is interrupted.
 
@@ -45,6 +49,7 @@ def run_blocking(
         config_path: as deploy/config.yaml.
         overrides: knobs of ServeConfig, and `host` and `port`, that differ from the file.
         say: gets a line per long step; the last one says where the server listens.
+        until_stdin_closes: the end of standard input counts as an interrupt.
     Returns:
         The exit status of `serve run`; 0 after an interrupt, 1 when the application cannot be deployed.
     Raises:
@@ -61,11 +66,12 @@ def run_blocking(
             path.write_text(yaml.safe_dump(document, sort_keys=False))
         say("Checking the model...")
         _check_model(config)
-        say(f"Starting Ray and {config.num_replicas} replica(s) of {config.model_name} (about 20 seconds)...")
+        say(f"Starting Ray and {config.num_replicas} replica(s) of {config.model_name} (about half a minute)...")
         serve = Path(sys.executable).with_name("serve")
         process = subprocess.Popen(
             [str(serve), "run", str(path)],
             env={**os.environ, **RAY_ENVIRONMENT},
+            stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -74,6 +80,8 @@ def run_blocking(
         output = _Output(process)
         try:
             with _terminations_as_interrupts():
+                if until_stdin_closes:
+                    threading.Thread(target=_end_after_stdin, daemon=True).start()
                 if _wait_until_healthy(process, output, base_url(document)):
                     say(_welcome(base_url(document), config))
                     return process.wait()
@@ -87,8 +95,9 @@ def run_blocking(
 def _check_model(config: ServeConfig) -> None:
     """What can be known of the model without loading it. Imports torch, so not before it is needed."""
     from chunkserve.kernels.dispatch import BackendError
-    from chunkserve.replica.build import BuildError, check_options
+    from chunkserve.replica.build import check_options
     from chunkserve.replica.model import ModelError
+    from chunkserve.replica.options import BuildError
 
     from .app import replica_options
 
@@ -187,6 +196,12 @@ class _terminations_as_interrupts:
 
     def __exit__(self, *_: object) -> None:
         signal.signal(signal.SIGTERM, self._before)
+
+
+def _end_after_stdin() -> None:
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _end(process: "subprocess.Popen[str]", drain_timeout_s: float) -> None:

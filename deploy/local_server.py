@@ -46,7 +46,8 @@ class LocalServer:
 def local_server(
     knobs: Mapping[str, Any] | None = None, *, config: Path = DEFAULT_FILE, start_timeout_s: float = 300.0
 ) -> Iterator[LocalServer]:
-    """Start `chunkserve serve` on a free loopback port with a Ray session of its own; all of it ends with the block.
+    """Start `chunkserve serve` on a free loopback port with a Ray session of its own; all of it ends with the block,
+    and when this process dies.
 
     Args:
         knobs: of ServeConfig, that differ from the config file.
@@ -56,7 +57,8 @@ def local_server(
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [str(Path(sys.executable).with_name("chunkserve")), "serve", str(config), "--port", str(port)]
+    program = str(Path(sys.executable).with_name("chunkserve"))
+    command = [program, "serve", str(config), "--port", str(port), "--until-stdin-closes"]
     for knob, value in (knobs or {}).items():
         command += ["--set", f"{knob}={yaml.safe_dump(value, default_flow_style=True).splitlines()[0]}"]
     lines: list[str] = []
@@ -66,6 +68,7 @@ def local_server(
         process = subprocess.Popen(
             command,
             env={**os.environ, "RAY_TMPDIR": folder},
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -21,6 +21,7 @@ from .follower import Follower
 from .kv_store import KVStore, bytes_per_chunk
 from .model import Decoder, DecoderConfig
 from .model_runner import ModelRunner
+from .options import BuildError, ReplicaOptions
 from .prefix_tree import PrefixTree
 from .rank_sync import STATUS_BYTES, RankSync
 from .reporter import RoutingReporter
@@ -36,44 +37,6 @@ _GPU_POOL_SHARE = 0.85
 
 # A step delays running streams and cancels: a few tenths of a second on two cores. Products gain nothing beyond.
 _CPU_STEP_TOKENS, _GPU_STEP_TOKENS = 128, 2048
-
-
-class BuildError(ValueError):
-    """A replica cannot be built as it is configured; the message names the knob."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaOptions:
-    """One replica: the model, where it runs, and its sizes. None stands for `auto`.
-
-    model: a model folder.
-    dtype: of weights, K and V; None is the type that the model is stored in.
-    device: "cpu" or "cuda"; None is cuda where there is one.
-    attention_backend: a name, or "auto".
-    num_threads: CPU threads of the model, per rank; None is all cores, divided among the ranks.
-    num_ranks: ranks that share the model.
-    chunk_size: tokens per chunk.
-    pool_bytes, pool_chunks: size of the KV pool of each rank, one of them; None and None is a share of the free memory.
-    max_sequence_tokens: None is the model's context.
-    max_step_tokens: None is 128 on CPUs, 2048 on GPUs, and at least max_running.
-    The others: see EngineConfig.
-    """
-
-    model: str
-    dtype: str | None = None
-    device: str | None = None
-    attention_backend: str = "auto"
-    num_threads: int | None = None
-    num_ranks: int = 1
-    chunk_size: int = 64
-    pool_bytes: int | None = None
-    pool_chunks: int | None = None
-    max_sequence_tokens: int | None = None
-    max_running: int = 64
-    max_step_tokens: int | None = None
-    max_waiting: int = 256
-    prefix_sharing: bool = True
-    retain_prefixes: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,8 +14,8 @@ from chunkserve.kernels.plan import PlanOptions
 from .chunk_pool import ChunkPool
 from .prefix_tree import PrefixTree
 from .protocol import (
+    EngineStopped,
     FinishReason,
-    ReplicaError,
     ReplicaLoad,
     ReplicaOverloaded,
     Request,
@@ -40,10 +40,6 @@ Emit = Callable[[list[tuple[str, TokenEvent]]], None]
 
 # Idle ranks hear from each other so often.
 _IDLE_BEAT_S = 1.0
-
-
-class EngineStopped(ReplicaError):
-    """The engine's loop has ended, by a fault or by `stop`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from chunkserve.cluster.collectives import Collectives
 from chunkserve.cluster.share import HeadShare, Share
@@ -282,9 +282,14 @@ def _activation_dtype(device: str, dtype: torch.dtype) -> torch.dtype:
 
 def _rotary_tables(folder: Path, max_tokens: int, device: str) -> tuple[Tensor, Tensor]:
     """Cosine and sine of each position, [max_tokens, D / 2] float32."""
-    rotary: Any = LlamaRotaryEmbedding(AutoConfig.from_pretrained(folder, local_files_only=True))
-    angles = torch.arange(max_tokens).float()[:, None] * rotary.inv_freq.float()[None, :]
-    scaling = rotary.attention_scaling
+    config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
+    rope = config.rope_parameters
+    if rope["rope_type"] == "default":
+        frequencies = 1.0 / rope["rope_theta"] ** (torch.arange(0, config.head_dim, 2).float() / config.head_dim)
+        scaling = 1.0
+    else:
+        frequencies, scaling = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, "cpu")
+    angles = torch.arange(max_tokens).float()[:, None] * frequencies.float()[None, :]
     return (angles.cos() * scaling).to(device), (angles.sin() * scaling).to(device)
 
 

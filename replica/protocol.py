@@ -172,6 +172,10 @@ class ReplicaError(Exception):
     """Base of what a replica refuses or fails with."""
 
 
+class EngineStopped(ReplicaError):
+    """The engine's loop has ended, by a fault or by `stop`."""
+
+
 class RequestRefused(ReplicaError):
     """The request can never be served here; `param` names the field (a client error)."""
 

@@ -5,8 +5,9 @@ import os
 
 from chunkserve.cluster.membership import Rendezvous, join
 
-from .build import ReplicaOptions, build_follower, device_of
+from .build import build_follower, device_of
 from .follower import Follower
+from .options import ReplicaOptions
 
 logger = logging.getLogger(__name__)
 

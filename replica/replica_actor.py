@@ -1,4 +1,7 @@
-"""The Serve deployment around one engine: requests come in as records, events go out as they are made."""
+"""The Serve deployment around one engine: requests come in as records, events go out as they are made.
+
+Serve imports this wherever the application is put together; torch is imported where a replica runs.
+"""
 
 import asyncio
 import logging
@@ -7,20 +10,22 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray import serve
 
-from chunkserve.cluster.membership import Meeting, Membership
 from chunkserve.cluster.rank_actor import start_ranks
 
-from .build import ReplicaOptions, build_engine, device_of
 from .chunk_hash import ChunkScheme
-from .engine import Engine
+from .options import ReplicaOptions
 from .protocol import ChunkDelta, ReplicaError, ReplicaLoad, Request, TokenEvent
-from .rank_main import run_rank
 from .serve_ports import bind_to_node_address
+
+if TYPE_CHECKING:
+    from chunkserve.cluster.membership import Membership
+
+    from .engine import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +51,8 @@ class ReplicaActor:
         log_level: str = "info",
         chunk_scheme: ChunkScheme | None = None,
     ) -> None:
+        from .build import build_engine
+
         logging.getLogger("chunkserve").setLevel(log_level.upper())
         bind_to_node_address()
         self._health_stall_s = health_stall_s
@@ -111,8 +118,13 @@ class ReplicaActor:
         """
         await asyncio.to_thread(self._engine.ping, self._health_stall_s)
 
-    def _gather(self, options: ReplicaOptions, log_level: str) -> Membership:
+    def _gather(self, options: ReplicaOptions, log_level: str) -> "Membership":
         """Start the other ranks, and wait for them."""
+        from chunkserve.cluster.membership import Meeting
+
+        from .build import device_of
+        from .rank_main import run_rank
+
         device = device_of(options)
         meeting = Meeting(options.num_ranks, host=ray.util.get_node_ip_address())
         self._ranks = start_ranks(

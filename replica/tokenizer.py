@@ -1,15 +1,19 @@
 """Text to token ids and back: the model's own tokenizer and chat template, and text that grows token by token."""
 
 import codecs
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoTokenizer
+from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 _BYTE_OF_CHAR = {char: byte for byte, char in bytes_to_unicode().items()}
 _REPLACEMENT = "\ufffd"
+
+# Classes whose whole behaviour is in tokenizer.json.
+_FILE_ONLY_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 
 
 class ChatTemplateError(ValueError):
@@ -24,10 +28,11 @@ class Tokenizer:
     """
 
     def __init__(self, model_path: str | Path) -> None:
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
-        config: Any = AutoConfig.from_pretrained(model_path, local_files_only=True)
-        self.vocab_size: int = config.vocab_size
-        self.max_context_tokens: int = config.max_position_embeddings
+        folder = Path(model_path)
+        self._tokenizer: Any = _load_tokenizer(folder)
+        config = json.loads((folder / "config.json").read_text())
+        self.vocab_size: int = config["vocab_size"]
+        self.max_context_tokens: int = config["max_position_embeddings"]
         added = self._tokenizer.added_tokens_decoder
         self._special_ids = frozenset(self._tokenizer.all_special_ids) | {i for i in added if added[i].special}
         self._added = {int(i): str(added[i].content) for i in added}
@@ -77,6 +82,17 @@ class Tokenizer:
         if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
             return bytes([int(piece[3:5], 16)])
         return piece.replace("\u2581", " ").encode()
+
+
+def _load_tokenizer(folder: Path) -> Any:
+    """AutoTokenizer's choice. That imports torch (5 s), so a class that needs no choice is taken at once."""
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text()) if path.is_file() else {}
+    if (folder / "tokenizer.json").is_file() and settings.get("tokenizer_class") in _FILE_ONLY_CLASSES:
+        return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 
 class Detokenizer:

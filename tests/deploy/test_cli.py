@@ -56,7 +56,8 @@ def test_serve_refuses_a_wrong_knob_before_it_starts_anything(arguments, says) -
 def test_serve_passes_options_on(monkeypatch) -> None:
     calls = []
 
-    def run_blocking(*arguments) -> int:
+    def run_blocking(*arguments, until_stdin_closes) -> int:
+        assert not until_stdin_closes
         calls.append(arguments)
         return 3
 

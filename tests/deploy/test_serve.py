@@ -1,6 +1,7 @@
 """The whole server as a user starts it: `chunkserve serve`, Ray Serve, the real model, over HTTP."""
 
 import asyncio
+import contextlib
 import json
 import random
 import re
@@ -303,3 +304,23 @@ def test_a_wrong_knob_stops_the_start_by_name() -> None:
         assert result.returncode != 0
         assert words in result.stderr + result.stdout
         assert "Traceback" not in result.stderr + result.stdout
+
+
+def test_a_server_ends_with_the_process_that_started_it(small_model: Path) -> None:
+    code = "from chunkserve.deploy.local_server import local_server\nwith local_server(): pass"
+    parent = subprocess.Popen([sys.executable, "-c", code])
+    family: list[psutil.Process] = []
+    try:
+        deadline = time.monotonic() + 120
+        while not any("raylet" in process.name() for process in family):
+            assert time.monotonic() < deadline, "Ray does not start"
+            time.sleep(0.2)
+            family = psutil.Process(parent.pid).children(recursive=True)
+        parent.kill()
+        parent.wait()
+        _, alive = psutil.wait_procs(family, timeout=90)
+        assert not alive
+    finally:
+        for process in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()

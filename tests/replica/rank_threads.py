@@ -12,10 +12,11 @@ from chunkserve.cluster.collectives import Collectives
 from chunkserve.cluster.control_rows import ControlRows
 from chunkserve.cluster.membership import Meeting, Membership, join
 from chunkserve.kernels.plan import AttentionPlan
-from chunkserve.replica.build import ReplicaOptions, build_engine, build_follower
+from chunkserve.replica.build import build_engine, build_follower
 from chunkserve.replica.engine import Engine, EngineConfig, build_tree
 from chunkserve.replica.fake import FakeModelRunner
 from chunkserve.replica.follower import Follower
+from chunkserve.replica.options import ReplicaOptions
 from chunkserve.replica.protocol import Request, SamplingParams, TokenEvent
 from chunkserve.replica.rank_sync import STATUS_BYTES, RankSync
 from chunkserve.replica.scheduler import Batch, Scheduler

@@ -7,9 +7,16 @@ from collections.abc import Callable
 
 import pytest
 
-from chunkserve.replica.engine import Engine, EngineConfig, EngineStopped
+from chunkserve.replica.engine import Engine, EngineConfig
 from chunkserve.replica.fake import FakeModelRunner
-from chunkserve.replica.protocol import ReplicaOverloaded, Request, RequestRefused, SamplingParams, TokenEvent
+from chunkserve.replica.protocol import (
+    EngineStopped,
+    ReplicaOverloaded,
+    Request,
+    RequestRefused,
+    SamplingParams,
+    TokenEvent,
+)
 from chunkserve.replica.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.model

@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from chunkserve.replica.build import ReplicaOptions, build_engine
+from chunkserve.replica.build import build_engine
+from chunkserve.replica.options import ReplicaOptions
 from chunkserve.replica.protocol import Request, SamplingParams, TokenEvent
 
 from .rank_threads import Ranks, model_ranks

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from chunkserve.replica.build import BuildError, ReplicaOptions, build_engine
+from chunkserve.replica.build import build_engine
 from chunkserve.replica.engine import Engine
+from chunkserve.replica.options import BuildError, ReplicaOptions
 from chunkserve.replica.protocol import Request, SamplingParams, TokenEvent
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
