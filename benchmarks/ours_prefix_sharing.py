@@ -67,7 +67,7 @@ def main() -> None:
     for label in servers:
         values = [[row[column] for row in rows if row["system"] == label] for column in columns]
         table.add_row(label, *(f"{statistics.median(v):.3g} ({min(v):.3g} to {max(v):.3g})" for v in values))
-    Console().print(table)
+    Console(width=140).print(table)
     ratios = [
         [row["output_tokens_per_s"] for row in rows if row["turn"] == turn] for turn in range(args.repeats)
     ]  # on, off
