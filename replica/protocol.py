@@ -92,6 +92,14 @@ class TokenEvent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FeedRequest:
+    """Asks a certain replica for the events of all requests that a reader has there; see replica/token_feed.py."""
+
+    replica: str
+    reader: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaLoad:
     """What a replica is doing now. Times in seconds, memory in bytes and chunks.
 

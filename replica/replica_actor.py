@@ -8,7 +8,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +20,9 @@ from chunkserve.cluster.rank_actor import start_ranks
 
 from .chunk_hash import ChunkScheme
 from .options import ReplicaOptions
-from .protocol import ChunkDelta, ReplicaError, ReplicaLoad, Request, TokenEvent
+from .protocol import ChunkDelta, FeedRequest, ReplicaError, ReplicaLoad, Request, TokenEvent
 from .serve_ports import bind_to_node_address
+from .token_feed import Message, TokenFeeds
 
 if TYPE_CHECKING:
     from chunkserve.cluster.membership import Membership
@@ -57,46 +59,45 @@ class ReplicaActor:
         bind_to_node_address()
         self._health_stall_s = health_stall_s
         self._loop = asyncio.get_event_loop()
-        self._queues: dict[str, asyncio.Queue[TokenEvent]] = {}
         place = self._gather(options, log_level) if options.num_ranks > 1 else None
         self._engine: Engine = build_engine(options, self._emit, chunk_scheme, place)
+        self._feeds = TokenFeeds(self._engine.check_alive)
         self._engine.start()
         if place is not None:
             threading.Thread(target=self._end_with_engine, name="rank-end", daemon=True).start()
 
-    async def generate(self, request: Request) -> AsyncGenerator[Sequence[TokenEvent], None]:
-        """Events of all choices, until each has its finish_reason; what has piled up comes in one item.
-
-        Ending the generator early cancels the request.
+    async def run(self, request: Request, reader: str) -> AsyncGenerator[str, None]:
+        """Serve a request: one item, this replica's name, once it is accepted; the end, once each choice has its
+        finish_reason. Its events go into the reader's `feed`. Ending the generator early cancels the request.
 
         Raises:
-            RequestRefused, ReplicaOverloaded: before the first item.
-            EngineStopped: the engine has failed; before the first item, so that another replica may do it.
+            RequestRefused, ReplicaOverloaded: in place of the item.
+            EngineStopped: the engine has failed before the first token, so that another replica may do it.
         """
-        if request.request_id in self._queues:
-            raise ReplicaError(f"request_id {request.request_id} is in use")
-        events: asyncio.Queue[TokenEvent] = asyncio.Queue()
-        self._queues[request.request_id] = events
-        unfinished, started = request.n, False
+        done = self._feeds.open(request.request_id, request.n, reader)
         try:
             self._engine.submit(request)
-            while unfinished:
-                items = [await events.get()]
-                while not events.empty():
-                    items.append(events.get_nowait())
-                if not started and items[0].finish_reason == "error":
-                    self._engine.check_alive()
-                started = True
-                unfinished -= sum(item.finish_reason is not None for item in items)
-                yield items
+            yield _replica_name()
+            await done
         finally:
-            del self._queues[request.request_id]
-            if unfinished:
+            if self._feeds.close(request.request_id):
                 self._engine.cancel(request.request_id)
+
+    async def feed(self, request: FeedRequest) -> AsyncGenerator[Message, None]:
+        """A message per step with the events of all requests of a reader; ends when there are none.
+
+        Raises:
+            ReplicaError: another replica is meant.
+        """
+        if request.replica != _replica_name():
+            raise ReplicaError(f"a feed of replica {request.replica} was asked of {_replica_name()}")
+        async with aclosing(self._feeds.read(request.reader)) as messages:
+            async for message in messages:
+                yield message
 
     async def load(self) -> tuple[str, ReplicaLoad]:
         """This replica's name, and what it is doing."""
-        return serve.get_replica_context().replica_id.unique_id, self._engine.load()
+        return _replica_name(), self._engine.load()
 
     def record_routing_stats(self) -> dict[str, Any]:
         """A RoutingReport as a dict; Serve asks for it and passes it on to all routers."""
@@ -105,7 +106,7 @@ class ReplicaActor:
 
     async def chunk_delta(self, since: Mapping[str, tuple[int, int]]) -> tuple[str, ChunkDelta | None]:
         """This replica's name, and how its chunks changed since the (epoch, sequence) given under it."""
-        name = serve.get_replica_context().replica_id.unique_id
+        name = _replica_name()
         reporter = self._engine.reporter
         return name, reporter.journal.delta(since.get(name)) if reporter is not None else None
 
@@ -147,10 +148,8 @@ class ReplicaActor:
 
     def _emit(self, events: list[tuple[str, TokenEvent]]) -> None:
         # One wake-up of the event loop per step, whatever the number of streams.
-        self._loop.call_soon_threadsafe(self._deliver, events)
+        self._loop.call_soon_threadsafe(self._feeds.deliver, events)
 
-    def _deliver(self, events: list[tuple[str, TokenEvent]]) -> None:
-        for request_id, event in events:
-            queue = self._queues.get(request_id)
-            if queue is not None:
-                queue.put_nowait(event)
+
+def _replica_name() -> str:
+    return serve.get_replica_context().replica_id.unique_id

@@ -8,7 +8,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from chunkserve.replica.protocol import Request
+from chunkserve.replica.protocol import FeedRequest, Request
 
 from .shared_state import report_from_stats, shared_state
 
@@ -21,8 +21,9 @@ ROUTER_CLASS = "chunkserve.router.serve_router:ServeRouter"
 class ServeRouter(RequestRouter):
     """Chooses replicas through the RoutingState; it never raises and never waits.
 
-    Requests that the ingress has not opened in the state, such as health checks, go by power of two choices; so does
-    everything when our own code fails, which is counted: an exception here would leave its request hanging.
+    A FeedRequest goes where it says. Requests that the ingress has not opened in the state, such as health checks, go
+    by power of two choices; so does everything when our own code fails, which is counted: an exception here would leave
+    its request hanging.
     """
 
     def initialize_state(self, **settings: Any) -> None:
@@ -58,6 +59,9 @@ class ServeRouter(RequestRouter):
             self._state.rerouted(request.request_id, replica_id.unique_id, time.time())
 
     def _ranks(self, candidates: list[RunningReplica], pending: PendingRequest | None) -> list[list[RunningReplica]]:
+        subject = pending.args[0] if pending is not None and pending.args else None
+        if isinstance(subject, FeedRequest):
+            return [[one] for one in candidates if one.replica_id.unique_id == subject.replica] or _two_of(candidates)
         request = _request_of(pending)
         if request is None or pending is None:
             return _two_of(candidates)
