@@ -6,8 +6,9 @@ Three systems are our kernel on other plans and pages:
     shared pages    sharing off, all sequences over the same physical chunks (the paper's PagedAttn*)
     separate pages  nothing shared physically (PagedAttn)
 
-Systems run by turns, so that a busy machine slows them alike; the best time of each counts. What fits in a cache stays
-there from one repeat to the next, so small cases can be faster than their roofline, which takes memory's bandwidth.
+Systems run by turns, so that a busy machine slows them alike; the best time of each counts. Each begins with cold
+caches, as a layer does whose K and V were last read one step and many layers ago. Otherwise a small case would find its
+keys in the cache, or not, by what the system before it left there.
 """
 
 import argparse
@@ -34,6 +35,8 @@ from chunkserve.kernels.reference import TOLERANCE, oracle
 CHUNK = 64
 DTYPES = (torch.float32, torch.bfloat16)
 RANDOM_SLOTS = 61  # a prime: chunks of one sequence, and the same chunk of two, hold different numbers
+COLD_BYTES = 96 << 20  # reading so much replaces what the caches hold
+MIN_SECONDS = 0.3  # each case is repeated for so long at least
 System = Callable[[], Any]
 
 
@@ -215,17 +218,38 @@ class Pool:
                 raise RuntimeError(f"{self.setting}: sequence {i} is off by {error}, allowed {limit}; not timed")
 
 
-def best_us(systems: dict[str, System], repeats: int) -> tuple[dict[str, float], float]:
-    """Best time of each system over `repeats` turns after one warm-up, and median over best of the first."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """Best time of each system after one warm-up; `spread` is median over best of the first."""
+
+    best_us: dict[str, float]
+    repeats: int
+    spread: float
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        return {"warm_up": 1, "repeats": self.repeats, "spread": round(self.spread, 2)}
+
+
+def take_turns(systems: dict[str, System], repeats: int) -> Timing:
+    """At least so many turns with cold caches, and more while they are short: a busy machine disturbs those most."""
     times: dict[str, list[float]] = {name: [] for name in systems}
-    for turn in range(repeats + 1):
+    for system in systems.values():
+        system()
+    other = _probe_buffer()[: COLD_BYTES // 4]
+    end = time.perf_counter() + MIN_SECONDS
+    turns = 0
+    while turns < repeats or time.perf_counter() < end:
         for name, system in systems.items():
+            other.sum()
             begin = time.perf_counter()
             system()
-            if turn:
-                times[name].append((time.perf_counter() - begin) * 1e6)
+            times[name].append((time.perf_counter() - begin) * 1e6)
+        turns += 1
     first = next(iter(times.values()))
-    return {name: min(t) for name, t in times.items()}, statistics.median(first) / min(first)
+    return Timing(
+        best_us={name: min(t) for name, t in times.items()}, repeats=turns, spread=statistics.median(first) / min(first)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,14 +17,15 @@ from attention_cases import (
     Limits,
     Pool,
     Setting,
+    Timing,
     all_settings,
     benchmark_parser,
-    best_us,
     collect,
     floor_percent,
     mean_step_us,
     one_prefix,
     print_table,
+    take_turns,
     thread_counts,
 )
 from plots import Panel, draw, grouped, points, require_matplotlib
@@ -57,17 +58,18 @@ def paper_k_per_s(setting: Setting, n_s: int, n_c: int) -> tuple[float | None, f
     return PAPER_K_PER_S.get((n_s, n_c), (None, None))
 
 
-def measure(pool: Pool, limits: Limits, longest: Batch, n_s: int, positions: Sequence[int], repeats: int) -> Any:
-    """Latencies of every system and roofline at each position of the completion, by name; and the largest spread."""
+def measure(
+    pool: Pool, limits: Limits, longest: Batch, n_s: int, positions: Sequence[int], repeats: int
+) -> tuple[dict[str, list[float]], Timing]:
+    """Latencies of every system, and rooflines, at each position of the completion; and the least steady timing."""
     latencies: dict[str, list[float]] = {}
-    spreads = []
+    timings = []
     for position in positions:
         sequences = longest.at(n_s + position)
-        times, spread = best_us(pool.systems(sequences), repeats)
-        spreads.append(spread)
-        for name, us in (times | limits.rooflines_us(pool.setting, sequences)).items():
+        timings.append(take_turns(pool.systems(sequences), repeats))
+        for name, us in (timings[-1].best_us | limits.rooflines_us(pool.setting, sequences)).items():
             latencies.setdefault(name, []).append(us)
-    return latencies, max(spreads)
+    return latencies, max(timings, key=lambda timing: timing.spread)
 
 
 def throughput_row(
@@ -93,7 +95,7 @@ def run(settings: Sequence[Setting], prompts: Sequence[int], batch: int, repeats
             pool = Pool(setting, num_slots=longest.num_slots, num_sequences=batch)
             pool.check(longest)
             limits = Limits.measure(setting.dtype)
-            latencies, spread = measure(pool, limits, longest, n_s, positions, repeats)
+            latencies, timing = measure(pool, limits, longest, n_s, positions, repeats)
             for n_c in lengths:
                 ours, paged = paper_k_per_s(setting, n_s, n_c)
                 yield {
@@ -101,9 +103,7 @@ def run(settings: Sequence[Setting], prompts: Sequence[int], batch: int, repeats
                     "paper_ours_k_per_s": ours,
                     "paper_separate_pages_k_per_s": paged,
                     **limits.columns,
-                    "warm_up": 1,
-                    "repeats": repeats,
-                    "spread": round(spread, 2),
+                    **timing.columns,
                 }
 
 

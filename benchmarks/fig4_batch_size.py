@@ -17,12 +17,12 @@ from attention_cases import (
     Setting,
     all_settings,
     benchmark_parser,
-    best_us,
     collect,
     floor_percent,
     one_prefix,
     print_table,
     rounded,
+    take_turns,
     thread_counts,
 )
 from plots import Panel, draw, grouped, points, require_matplotlib
@@ -45,21 +45,19 @@ def run(
             for batch in batches:
                 sequences = one_prefix(batch, kv_len, n_s)
                 pool.check(sequences)
-                times, spread = best_us(pool.systems(sequences), repeats)
+                timing = take_turns(pool.systems(sequences), repeats)
                 paper = PAPER_K_PER_S.get((n_s, batch)) if setting.shape.name == PAPER_SHAPE else None
                 yield {
                     **setting.columns,
                     "n_s": n_s,
                     "n_c": COMPLETION,
                     "batch": batch,
-                    **{f"{name}_tokens_per_s": round(batch / times[f"{name}_us"] * 1e6) for name in SYSTEMS},
-                    **rounded(times),
+                    **{f"{name}_tokens_per_s": round(batch / timing.best_us[f"{name}_us"] * 1e6) for name in SYSTEMS},
+                    **rounded(timing.best_us),
                     **rounded(limits.rooflines_us(setting, sequences)),
                     "paper_ours_k_per_s": paper,
                     **limits.columns,
-                    "warm_up": 1,
-                    "repeats": repeats,
-                    "spread": round(spread, 2),
+                    **timing.columns,
                 }
 
 

@@ -8,6 +8,7 @@ oracle first. `shared_pages` is our kernel with sharing off; `unused` is the par
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,11 +22,11 @@ from attention_cases import (
     all_settings,
     batch_of_runs,
     benchmark_parser,
-    best_us,
     collect,
     floor_percent,
     print_table,
     rounded,
+    take_turns,
     thread_counts,
 )
 from plots import grouped
@@ -68,22 +69,20 @@ def run(
             pool.check(sequences)
             systems[f"ours {size}"] = pool.system(sequences)
             systems[f"shared pages {size}"] = pool.system(sequences, share=False)
-            plan_us[size] = best_us({"plan": lambda b=sequences, s=sized: b.plan(s)}, 20)[0]["plan"]  # type: ignore[misc]
-        times, spread = best_us(systems, repeats)
+            plan_us[size] = take_turns({"plan": partial(sequences.plan, sized)}, 1).best_us["plan"]
+        timing = take_turns(systems, repeats)
         for size, sequences in batches.items():
             yield {
                 **setting.columns,
                 "chunk_size": size,
                 "batch": batch,
                 **pool_use(sequences),
-                "ours_us": round(times[f"ours {size}"], 1),
-                "shared_pages_us": round(times[f"shared pages {size}"], 1),
+                "ours_us": round(timing.best_us[f"ours {size}"], 1),
+                "shared_pages_us": round(timing.best_us[f"shared pages {size}"], 1),
                 "build_plan_us": round(plan_us[size], 1),
                 **rounded(limits.rooflines_us(setting, sequences)),
                 **limits.columns,
-                "warm_up": 1,
-                "repeats": repeats,
-                "spread": round(spread, 2),
+                **timing.columns,
             }
 
 

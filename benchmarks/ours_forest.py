@@ -25,11 +25,11 @@ from attention_cases import (
     all_settings,
     batch_of_runs,
     benchmark_parser,
-    best_us,
     collect,
     floor_percent,
     print_table,
     rounded,
+    take_turns,
     thread_counts,
 )
 from plots import grouped
@@ -93,7 +93,7 @@ def run(settings: Sequence[Setting], named: Mapping[str, Batch], repeats: int) -
         limits = Limits.measure(setting.dtype)
         for name, batch in named.items():
             pool.check(batch)
-            times, spread = best_us(pool.systems(batch), repeats)
+            timing = take_turns(pool.systems(batch), repeats)
             counts = batch.token_counts()
             pairs = counts["shared_rows"] + counts["private"]
             yield {
@@ -104,12 +104,10 @@ def run(settings: Sequence[Setting], named: Mapping[str, Batch], repeats: int) -
                 "tokens": pairs,
                 "shared_percent": round(100 * counts["shared_rows"] / pairs),
                 "items": batch.plan(setting).num_items,
-                **rounded(times),
+                **rounded(timing.best_us),
                 **rounded(limits.rooflines_us(setting, batch)),
                 **limits.columns,
-                "warm_up": 1,
-                "repeats": repeats,
-                "spread": round(spread, 2),
+                **timing.columns,
             }
 
 

@@ -27,12 +27,12 @@ from attention_cases import (
     System,
     all_settings,
     benchmark_parser,
-    best_us,
     collect,
     floor_percent,
     one_prefix,
     print_table,
     rounded,
+    take_turns,
     thread_counts,
 )
 from plots import Panel, draw, grouped, points, require_matplotlib
@@ -114,19 +114,17 @@ def run(
                     systems["sdpa_packed_us"] = baselines.sdpa_packed
                 if compiled:
                     systems["flex_us"] = compiled
-                times, spread = best_us(systems, repeats)
+                timing = take_turns(systems, repeats)
                 yield {
                     **setting.columns,
                     "batch": batch,
                     "n_p": n_p,
                     "n_s": n_s,
                     **dict.fromkeys(SYSTEMS),
-                    **rounded(times),
+                    **rounded(timing.best_us),
                     **rounded(limits.rooflines_us(setting, sequences)),
                     **limits.columns,
-                    "warm_up": 1,
-                    "repeats": repeats,
-                    "spread": round(spread, 2),
+                    **timing.columns,
                 }
 
 
