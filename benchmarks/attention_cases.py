@@ -231,17 +231,20 @@ class Timing:
         return {"warm_up": 1, "repeats": self.repeats, "spread": round(self.spread, 2)}
 
 
+def empty_caches() -> None:
+    _probe_buffer()[: COLD_BYTES // 4].sum()
+
+
 def take_turns(systems: dict[str, System], repeats: int) -> Timing:
     """At least so many turns with cold caches, and more while they are short: a busy machine disturbs those most."""
     times: dict[str, list[float]] = {name: [] for name in systems}
     for system in systems.values():
         system()
-    other = _probe_buffer()[: COLD_BYTES // 4]
     end = time.perf_counter() + MIN_SECONDS
     turns = 0
     while turns < repeats or time.perf_counter() < end:
         for name, system in systems.items():
-            other.sum()
+            empty_caches()
             begin = time.perf_counter()
             system()
             times[name].append((time.perf_counter() - begin) * 1e6)

@@ -8,6 +8,8 @@ as the engine calls them:
     decode  steps of one token each with nobody joining: grow where that is possible, else build
     churn   a sequence leaves and another joins in each step, so that every step builds
 
+Each with warm caches, over and over, and with cold ones, as after the weights of a model went through them.
+
 There is no update of a part of a plan: whatever grow cannot do builds anew, and the target of an update is held
 against that. First, every plan is compared with the planner in Python, number for number, and validated.
 """
@@ -15,6 +17,7 @@ against that. First, every plan is compared with the planner in Python, number f
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -26,9 +29,11 @@ from attention_cases import (
     batch_of_runs,
     benchmark_parser,
     collect,
+    empty_caches,
     print_table,
     thread_counts,
 )
+from plots import grouped
 
 from chunkserve.kernels.plan import AttentionPlan, Int32Array, PlanOptions, build_plan
 from chunkserve.kernels.plan_builder import build_plan_in_python
@@ -102,18 +107,19 @@ def trees(sequences: int, chunks: int) -> dict[str, Batch]:
     }
 
 
-def timed_us(function: Callable[[], Any]) -> float:
+def timed_us(function: Callable[[], Any], before: Callable[[], Any]) -> float:
+    before()
     begin = time.perf_counter()
     function()
     return (time.perf_counter() - begin) * 1e6
 
 
-def build_times(live: LiveBatch, repeats: int) -> list[float]:
+def build_times(live: LiveBatch, repeats: int, before: Callable[[], Any]) -> list[float]:
     check(live, live.build())
-    return [timed_us(live.build) for _ in range(repeats)]
+    return [timed_us(live.build, before) for _ in range(repeats)]
 
 
-def grow_times(live: LiveBatch, repeats: int) -> list[float]:
+def grow_times(live: LiveBatch, repeats: int, before: Callable[[], Any]) -> list[float]:
     """Of sequences whose last chunks have room; where it is used up, the plan is taken back to its beginning."""
     live.kv_lens = [(kv_len - 1) // CHUNK * CHUNK + 1 for kv_len in live.kv_lens]
     begin = live.build().data.copy()
@@ -127,7 +133,7 @@ def grow_times(live: LiveBatch, repeats: int) -> list[float]:
     for _ in range(repeats):
         if not plan.can_grow():
             plan.data[:] = begin
-        times.append(timed_us(grow))
+        times.append(timed_us(grow, before))
     plan.data[:] = begin
     plan.grow()
     live.decode()
@@ -135,68 +141,79 @@ def grow_times(live: LiveBatch, repeats: int) -> list[float]:
     return times
 
 
-def decode_times(live: LiveBatch, steps: int) -> tuple[list[float], int]:
+def decode_times(live: LiveBatch, steps: int, before: Callable[[], Any]) -> tuple[list[float], int]:
     """Times of steps, and how many of them had to build."""
     times, built = [], 0
     plan = live.build()
-    for _ in range(steps):
-        live.decode()
-        begin = time.perf_counter()
+
+    def move_on() -> None:
+        nonlocal plan, built
         if plan.can_grow():
             plan.grow()
         else:
             plan = live.build()
             built += 1
-        times.append((time.perf_counter() - begin) * 1e6)
+
+    for _ in range(steps):
+        live.decode()
+        times.append(timed_us(move_on, before))
     check(live, plan)
     return times, built
 
 
-def churn_times(live: LiveBatch, own_chunks: int, steps: int) -> list[float]:
+def churn_times(live: LiveBatch, own_chunks: int, steps: int, before: Callable[[], Any]) -> list[float]:
     rng = np.random.default_rng(0)
     times = []
     for _ in range(steps):
         live.decode()
         live.replace(int(rng.integers(len(live.paths))), own_chunks)
-        times.append(timed_us(live.build))
+        times.append(timed_us(live.build, before))
     check(live, live.build())
     return times
+
+
+def measure(
+    batch: Batch, options: PlanOptions, own_chunks: int, repeats: int, before: Callable[[], Any]
+) -> dict[str, tuple[list[float], float]]:
+    """Times of each action, and the share of them that built."""
+    decode, built = decode_times(LiveBatch(batch, options), repeats, before)
+    return {
+        "build": (build_times(LiveBatch(batch, options), repeats, before), 1.0),
+        "grow": (grow_times(LiveBatch(batch, options), repeats, before), 0.0),
+        "decode": (decode, built / repeats),
+        "churn": (churn_times(LiveBatch(batch, options), own_chunks, repeats, before), 1.0),
+    }
 
 
 def run(
     shapes: Sequence[Shape], threads: Sequence[int], sequences: int, chunks: int, repeats: int
 ) -> Iterator[dict[str, Any]]:
-    own_chunks = max(chunks // 10, 1)
-    for shape in shapes:
-        for num_workers in threads:
-            options = PlanOptions(num_workers=num_workers, heads_per_worker_item=shape.num_kv_heads)
-            for name, batch in trees(sequences, chunks).items():
-                decode, built = decode_times(LiveBatch(batch, options), repeats)
-                measured = {
-                    "build": (build_times(LiveBatch(batch, options), repeats), 1.0),
-                    "grow": (grow_times(LiveBatch(batch, options), repeats), 0.0),
-                    "decode": (decode, built / repeats),
-                    "churn": (churn_times(LiveBatch(batch, options), own_chunks, repeats), 1.0),
+    # Emptying the caches takes a hundred times as long as what is measured.
+    caches = {"warm": (repeats, lambda: None), "cold": (max(repeats // 8, 5), empty_caches)}
+    for shape, num_workers, (state, (count, before)) in product(shapes, threads, caches.items()):
+        options = PlanOptions(num_workers=num_workers, heads_per_worker_item=shape.num_kv_heads)
+        for name, batch in trees(sequences, chunks).items():
+            measured = measure(batch, options, max(chunks // 10, 1), count, before)
+            for action, (times, built_share) in measured.items():
+                yield {
+                    "case": shape.name,
+                    "threads": num_workers,
+                    "tree": name,
+                    "action": action,
+                    "caches": state,
+                    "batch": sequences,
+                    "chunks": chunks,
+                    "items": LiveBatch(batch, options).build().num_items,
+                    "best_us": round(min(times), 1),
+                    "median_us": round(statistics.median(times), 1),
+                    "mean_us": round(statistics.fmean(times), 1),
+                    "p99_us": round(float(np.quantile(times, 0.99)), 1),
+                    "built_share": round(built_share, 2),
+                    "target_us": TARGET_US[action],
+                    "warm_up": 1,
+                    "repeats": count,
+                    "spread": round(statistics.median(times) / min(times), 2),
                 }
-                for action, (times, built_share) in measured.items():
-                    yield {
-                        "case": shape.name,
-                        "threads": num_workers,
-                        "tree": name,
-                        "action": action,
-                        "batch": sequences,
-                        "chunks": chunks,
-                        "items": LiveBatch(batch, options).build().num_items,
-                        "best_us": round(min(times), 1),
-                        "median_us": round(statistics.median(times), 1),
-                        "mean_us": round(statistics.fmean(times), 1),
-                        "p99_us": round(float(np.quantile(times, 0.99)), 1),
-                        "built_share": round(built_share, 2),
-                        "target_us": TARGET_US[action],
-                        "warm_up": 1,
-                        "repeats": repeats,
-                        "spread": round(statistics.median(times) / min(times), 2),
-                    }
 
 
 def report(rows: Sequence[dict[str, Any]]) -> None:
@@ -204,16 +221,16 @@ def report(rows: Sequence[dict[str, Any]]) -> None:
         f"plans of {rows[0]['batch']} sequences x {rows[0]['chunks']} chunks, microseconds",
         rows,
         (
-            *("case", "threads", "tree", "action", "items", "best_us", "median_us", "mean_us", "p99_us"),
+            *("case", "threads", "tree", "action", "caches", "items", "best_us", "median_us", "mean_us", "p99_us"),
             *("built_share", "target_us"),
         ),
     )
-    for action, target in TARGET_US.items():
-        means = [row["mean_us"] for row in rows if row["action"] == action]
-        reached = sum(us < target for us in means)
+    for (caches, action), group in grouped(rows, "caches", "action").items():
+        medians, target = [row["median_us"] for row in group], TARGET_US[action]
+        reached = sum(us < target for us in medians)
         print(
-            f"{action}: mean {min(means):.0f} to {max(means):.0f} us; "
-            f"target under {target:.0f} us, reached in {reached} of {len(means)} cases"
+            f"{caches} caches, {action}: median {min(medians):.0f} to {max(medians):.0f} us, at most "
+            f"{max(medians) / target:.1f}x the target of {target:.0f} us, reached in {reached} of {len(group)} cases"
         )
 
 

@@ -120,7 +120,9 @@ def test_plan_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     shape = tiny_settings()[0].shape
     measured = load("ours_plan_cost").run([shape], (1, 2), 8, 20, 70)
     rows = rows_of("ours_plan_cost", measured, tmp_path / "rows.json", capsys)
-    assert_columns(rows, PROVENANCE | {"case", "threads", "tree", "action", "best_us", "median_us", "target_us"})
+    assert_columns(
+        rows, PROVENANCE | {"case", "threads", "tree", "action", "caches", "best_us", "median_us", "target_us"}
+    )
     assert {row["action"] for row in rows} == {"build", "grow", "decode", "churn"}
     assert {row["built_share"] for row in rows if row["action"] == "grow"} == {0.0}
 
