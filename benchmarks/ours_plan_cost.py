@@ -11,7 +11,7 @@ as the engine calls them:
 Each with warm caches, over and over, and with cold ones, as after the weights of a model went through them.
 
 There is no update of a part of a plan: whatever grow cannot do builds anew, and the target of an update is held
-against that. First, every plan is compared with the planner in Python, number for number, and validated.
+against that. Plans are compared with the planner in Python, number for number, and validated.
 """
 
 import statistics
@@ -79,8 +79,18 @@ class LiveBatch:
 def check(live: LiveBatch, plan: AttentionPlan) -> None:
     """Raises RuntimeError unless the plan is what the planner in Python says, PlanError where it is no plan at all."""
     if not np.array_equal(plan.data, live.build(build_plan_in_python).data):
-        raise RuntimeError("the plan differs from that of the planner in Python; not timed")
+        raise RuntimeError("the plan differs from that of the planner in Python; not reported")
     plan.validate(live.next_slot)
+
+
+def check_grown(live: LiveBatch, plan: AttentionPlan) -> None:
+    """As `check` for a plan that may have grown: rows as in a new plan, whose items may be cut at other places."""
+    new = live.build()
+    check(live, new)
+    plan.validate(live.next_slot)
+    for name in ("row_pos", "write_slot", "write_offset"):
+        if not np.array_equal(getattr(plan, name), getattr(new, name)):
+            raise RuntimeError(f"{name} of the grown plan differs from that of a new one; not reported")
 
 
 def trees(sequences: int, chunks: int) -> dict[str, Batch]:
@@ -137,7 +147,7 @@ def grow_times(live: LiveBatch, repeats: int, before: Callable[[], Any]) -> list
     plan.data[:] = begin
     plan.grow()
     live.decode()
-    check(live, plan)
+    check_grown(live, plan)
     return times
 
 
@@ -157,7 +167,7 @@ def decode_times(live: LiveBatch, steps: int, before: Callable[[], Any]) -> tupl
     for _ in range(steps):
         live.decode()
         times.append(timed_us(move_on, before))
-    check(live, plan)
+    check_grown(live, plan)
     return times, built
 
 

@@ -118,7 +118,7 @@ def test_forest(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
 @pytest.mark.slow
 def test_plan_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     shape = tiny_settings()[0].shape
-    measured = load("ours_plan_cost").run([shape], (1, 2), 8, 20, 70)
+    measured = load("ours_plan_cost").run([shape], (1, 2), 8, 20, 40)
     rows = rows_of("ours_plan_cost", measured, tmp_path / "rows.json", capsys)
     assert_columns(
         rows, PROVENANCE | {"case", "threads", "tree", "action", "caches", "best_us", "median_us", "target_us"}
