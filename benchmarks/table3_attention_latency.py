@@ -7,6 +7,7 @@ of SmolLM2-135M. Every case is first checked against the float64 oracle; a wrong
     separate pages  our kernel, nothing shared physically (PagedAttn)
     sdpa            torch's scaled_dot_product_attention, one call per sequence, K and V of its own
     sdpa packed     one such call with the batch as query rows over one K and V; only where all is shared
+    flex            torch's FlexAttention, compiled for these sizes: four sequences a call, K and V of their own
 
 Systems run by turns, so that a busy machine slows them alike; the best time of each counts. The roofline is measured
 in the same run: bytes at the streaming bandwidth or operations at the multiply-add peak, whichever takes longer; the
@@ -14,238 +15,172 @@ serial one adds up the shared and the private part.
 """
 
 import argparse
-import statistics
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from rich.console import Console
-from rich.table import Table
-from rows import write_rows
-from torch import Tensor
-
-from chunkserve.kernels import _cpu
-from chunkserve.kernels.dispatch import AttentionProblem, Backend, LayerKV, select_backend
-from chunkserve.kernels.plan import AttentionPlan, Int32Array, PlanOptions, build_plan
-from chunkserve.kernels.reference import TOLERANCE, oracle
-
-CHUNK = 64
-SDPA_COPIES = 4  # K and V of so many sequences exceed every cache; sequences take them by turns
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    name: str
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-
-
-SHAPES = (
-    Shape(name="llama2-7b", num_heads=32, num_kv_heads=32, head_dim=128),
-    Shape(name="smollm2-135m", num_heads=9, num_kv_heads=3, head_dim=64),
+from attention_cases import (
+    Limits,
+    Pool,
+    Setting,
+    System,
+    all_settings,
+    benchmark_parser,
+    collect,
+    floor_percent,
+    one_prefix,
+    print_table,
+    rounded,
+    take_turns,
+    thread_counts,
 )
+from plots import Panel, draw, grouped, points, require_matplotlib
+from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
+
+from chunkserve.kernels.reference import TOLERANCE
+
+COPIES = 4  # K and V of so many sequences exceed every cache; sequences take them by turns
+SYSTEMS = ("ours_us", "shared_pages_us", "separate_pages_us", "sdpa_us", "sdpa_packed_us", "flex_us")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    shape: Shape
-    dtype: torch.dtype
-    threads: int
-    batch: int
-    n_p: int
-    n_s: int
+class TorchBaselines:
+    """Torch's own attention at one setting and context; K and V do not depend on what is shared."""
 
-    @property
-    def problem(self) -> AttentionProblem:
-        return AttentionProblem(
-            device="cpu",
-            dtype=self.dtype,
-            kv_dtype=self.dtype,
-            num_heads=self.shape.num_heads,
-            num_kv_heads=self.shape.num_kv_heads,
-            head_dim=self.shape.head_dim,
-            chunk_size=CHUNK,
+    def __init__(self, setting: Setting, q: Tensor, n_p: int) -> None:
+        size = (COPIES, setting.shape.num_kv_heads, n_p, setting.shape.head_dim)
+        self.k, self.v = (torch.randn(size, dtype=setting.dtype) for _ in range(2))
+        self.rows = q[:, :, None]  # [B, H, 1, D]
+        self.packed = q.transpose(0, 1)[None].contiguous()  # [1, H, B, D]
+        self.gqa = setting.shape.num_heads != setting.shape.num_kv_heads
+        self.tolerance = TOLERANCE[setting.dtype]
+
+    def sdpa(self) -> None:
+        for i in range(len(self.rows)):
+            copy = slice(i % COPIES, i % COPIES + 1)
+            F.scaled_dot_product_attention(self.rows[i : i + 1], self.k[copy], self.v[copy], enable_gqa=self.gqa)
+
+    def sdpa_packed(self) -> None:
+        F.scaled_dot_product_attention(self.packed, self.k[:1], self.v[:1], enable_gqa=self.gqa)
+
+    def compiled_flex(self) -> System | None:
+        """All sequences, COPIES per call; None, with the reason printed, where FlexAttention does not compile.
+
+        Raises:
+            RuntimeError: it is wrong, by the same measure as ours.
+        """
+        # What was compiled before may be for another number of threads.
+        torch.compiler.reset()
+        attention = torch.compile(flex_attention, dynamic=False)
+        first = self.rows[:COPIES]
+        try:
+            with torch.inference_mode():
+                out = attention(first, self.k[: len(first)], self.v[: len(first)], enable_gqa=self.gqa)
+        # The compiler has no narrower class for "not on this machine".
+        except Exception as reason:  # noqa: BLE001
+            print(f"flex left out: {type(reason).__name__}: {str(reason).splitlines()[0][:100]}")
+            return None
+        q, k, v = (x.double() for x in (first, self.k[: len(first)], self.v[: len(first)]))
+        error = float((out - F.scaled_dot_product_attention(q, k, v, enable_gqa=self.gqa)).abs().max())
+        if not error <= self.tolerance:
+            raise RuntimeError(f"FlexAttention is off by {error}, allowed {self.tolerance}; not timed")
+
+        def all_sequences() -> None:
+            with torch.inference_mode():
+                for begin in range(0, len(self.rows), COPIES):
+                    rows = self.rows[begin : begin + COPIES]
+                    attention(rows, self.k[: len(rows)], self.v[: len(rows)], enable_gqa=self.gqa)
+
+        return all_sequences
+
+
+def run(
+    settings: Sequence[Setting], contexts: Sequence[int], batch: int, repeats: int, *, sdpa: bool, flex: bool
+) -> Iterator[dict[str, Any]]:
+    for setting in settings:
+        for n_p in contexts:
+            pool = Pool(setting, num_slots=batch * n_p // setting.chunk_size, num_sequences=batch)
+            limits = Limits.measure(setting.dtype)
+            baselines = TorchBaselines(setting, pool.q, n_p)
+            compiled = baselines.compiled_flex() if flex else None
+            for n_s in (0, n_p // 2, n_p * 3 // 4, n_p):
+                sequences = one_prefix(batch, n_p, n_s)
+                pool.check(sequences)
+                systems = pool.systems(sequences) if n_s else {"ours_us": pool.system(sequences)}
+                if sdpa:
+                    systems["sdpa_us"] = baselines.sdpa
+                if sdpa and n_s == n_p:
+                    systems["sdpa_packed_us"] = baselines.sdpa_packed
+                if compiled:
+                    systems["flex_us"] = compiled
+                timing = take_turns(systems, repeats)
+                yield {
+                    **setting.columns,
+                    "batch": batch,
+                    "n_p": n_p,
+                    "n_s": n_s,
+                    **dict.fromkeys(SYSTEMS),
+                    **rounded(timing.best_us),
+                    **rounded(limits.rooflines_us(setting, sequences)),
+                    **limits.columns,
+                    **timing.columns,
+                }
+
+
+def panels(rows: Sequence[dict[str, Any]]) -> list[Panel]:
+    return [
+        Panel(
+            title=f"{case}, {dtype}, {threads} thread(s), n_p = {n_p}",
+            x_label="shared tokens, n_s",
+            y_label="ms per step",
+            lines={
+                name.removesuffix("_us").replace("_", " "): points(group, "n_s", name, 1e-3)
+                for name in (*SYSTEMS, "roofline_us")
+            },
         )
-
-    def paths(self, *, shared: bool = True) -> list[Int32Array]:
-        """Slots of each sequence; `shared` puts the first n_s tokens into the same ones."""
-        chunks, common = self.n_p // CHUNK, self.n_s // CHUNK if shared else 0
-        own = np.arange(self.batch * chunks, dtype=np.int32).reshape(self.batch, chunks)
-        own[:, :common] = own[0, :common]
-        return list(own)
-
-    def plan(self, *, share: bool, shared_pages: bool = True) -> AttentionPlan:
-        lens = [self.n_p] * self.batch
-        return build_plan(
-            paths=self.paths(shared=shared_pages),
-            kv_lens=lens,
-            q_lens=[1] * self.batch,
-            kv_present=lens,
-            chunk_size=CHUNK,
-            options=PlanOptions(share=share, num_workers=self.threads, heads_per_worker_item=self.shape.num_kv_heads),
-        )
-
-    def rooflines_us(self, gb_per_s: float, gflop_per_s: float) -> tuple[float, float]:
-        """Time of the whole at the machine's limits, and the sum of those of the shared and the private part."""
-
-        def limits(read_tokens: int, row_tokens: int) -> tuple[float, float]:
-            kv_bytes = 2 * read_tokens * self.shape.num_kv_heads * self.shape.head_dim * self.dtype.itemsize
-            operations = 4 * row_tokens * self.shape.num_heads * self.shape.head_dim
-            return kv_bytes / gb_per_s / 1e3, operations / gflop_per_s / 1e3
-
-        own = self.batch * (self.n_p - self.n_s)
-        shared, private = limits(self.n_s, self.batch * self.n_s), limits(own, own)
-        return max(shared[0] + private[0], shared[1] + private[1]), max(shared) + max(private)
-
-
-def check(case: Case, backend: Backend, kv: LayerKV, q: Tensor) -> None:
-    """Raises RuntimeError when the first or the last sequence differs from the oracle."""
-    out = backend.attend(q, kv, case.plan(share=True), scale=case.shape.head_dim**-0.5)
-    paths = case.paths()
-    for i in (0, case.batch - 1):
-        want = oracle(q[i : i + 1], kv, backend, paths=paths[i : i + 1], kv_lens=[case.n_p], q_lens=[1])
-        error = float((out[i : i + 1].double() - want).abs().max())
-        if not error <= TOLERANCE[case.dtype]:
-            raise RuntimeError(f"{case}: sequence {i} is off by {error}, allowed {TOLERANCE[case.dtype]}; not timed")
-
-
-def systems(case: Case, backend: Backend, kv: LayerKV, q: Tensor, *, sdpa: bool) -> dict[str, Callable[[], Any]]:
-    scale = case.shape.head_dim**-0.5
-    # Plans hold on to nothing, so each system has its own.
-    ours, pages, separate = (
-        case.plan(share=True),
-        case.plan(share=False),
-        case.plan(share=False, shared_pages=False),
-    )
-    out: dict[str, Callable[[], Any]] = {"ours_us": lambda: backend.attend(q, kv, ours, scale=scale)}
-    if case.n_s:
-        out["shared_pages_us"] = lambda: backend.attend(q, kv, pages, scale=scale)
-        out["separate_pages_us"] = lambda: backend.attend(q, kv, separate, scale=scale)
-    if not sdpa:
-        return out
-    size = (SDPA_COPIES, 1, case.shape.num_kv_heads, case.n_p, case.shape.head_dim)
-    k, v = (torch.randn(size, dtype=case.dtype) for _ in range(2))
-    rows = q[:, :, None]  # [B, H, 1, D]
-    gqa = case.shape.num_heads != case.shape.num_kv_heads
-
-    def per_sequence() -> None:
-        for i in range(case.batch):
-            F.scaled_dot_product_attention(rows[i : i + 1], k[i % SDPA_COPIES], v[i % SDPA_COPIES], enable_gqa=gqa)
-
-    out["sdpa_us"] = per_sequence
-    if case.n_s == case.n_p:
-        packed = q.transpose(0, 1)[None].contiguous()  # [1, H, B, D]
-        out["sdpa_packed_us"] = lambda: F.scaled_dot_product_attention(packed, k[0], v[0], enable_gqa=gqa)
-    return out
-
-
-def best_us(functions: dict[str, Callable[[], Any]], repeats: int) -> tuple[dict[str, float], float]:
-    """Best time of each function over `repeats` turns after one warm-up, and median over best of the first."""
-    times: dict[str, list[float]] = {name: [] for name in functions}
-    for turn in range(repeats + 1):
-        for name, function in functions.items():
-            begin = time.perf_counter()
-            function()
-            if turn:
-                times[name].append((time.perf_counter() - begin) * 1e6)
-    first = times["ours_us"]
-    return {name: min(t) for name, t in times.items()}, statistics.median(first) / min(first)
-
-
-def run(cases: list[Case], repeats: int, *, sdpa: bool) -> Iterator[dict[str, Any]]:
-    buffer = torch.ones(64 << 20)
-    for case in cases:
-        _cpu.set_num_threads(case.threads)
-        torch.set_num_threads(case.threads)
-        gb_per_s = max(_cpu.probe_read_gb_per_s(buffer) for _ in range(3))
-        gflop_per_s = max(_cpu.probe_multiply_gflop_per_s(case.dtype == torch.bfloat16) for _ in range(3))
-        backend = select_backend(case.problem, "cpu")
-        kv = backend.allocate(case.problem, case.batch * case.n_p // CHUNK)
-        kv.k.normal_()
-        kv.v.normal_()
-        q = torch.randn(case.batch, case.shape.num_heads, case.shape.head_dim).to(case.dtype)
-        check(case, backend, kv, q)
-        times, spread = best_us(systems(case, backend, kv, q, sdpa=sdpa), repeats)
-        roofline, serial = case.rooflines_us(gb_per_s, gflop_per_s)
-        names = ("ours_us", "shared_pages_us", "separate_pages_us", "sdpa_us", "sdpa_packed_us", "flex_us")
-        yield {
-            "case": case.shape.name,
-            "dtype": str(case.dtype).removeprefix("torch."),
-            "threads": case.threads,
-            "batch": case.batch,
-            "n_p": case.n_p,
-            "n_s": case.n_s,
-            **{name: round(times[name], 1) if name in times else None for name in names},
-            "roofline_us": round(roofline, 1),
-            "serial_roofline_us": round(serial, 1),
-            "isa": _cpu.isa(),
-            "read_gb_per_s": round(gb_per_s, 2),
-            "multiply_gflop_per_s": round(gflop_per_s, 1),
-            "warm_up": 1,
-            "repeats": repeats,
-            "spread": round(spread, 2),
-        }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="1024 tokens, one thread, few repeats")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write flat rows")
-    parser.add_argument("--threads", type=int, nargs="+", help="thread counts (1 and 2)")
-    parser.add_argument("--no-sdpa", action="store_true", help="leave torch out: it takes most of the time")
-    args = parser.parse_args()
-    torch.manual_seed(0)
-    contexts = (1024,) if args.quick else (1024, 2048, 4096)
-    cases = [
-        Case(shape=shape, dtype=dtype, threads=threads, batch=32, n_p=n_p, n_s=int(n_p * part))
-        for shape in SHAPES
-        for threads in args.threads or ((1,) if args.quick else (1, 2))
-        for dtype in (torch.float32, torch.bfloat16)
-        for n_p in contexts
-        for part in (0.0, 0.5, 0.75, 1.0)
+        for (case, dtype, threads, n_p), group in grouped(rows, "case", "dtype", "threads", "n_p").items()
     ]
 
-    console = Console(width=140)
-    table = Table(title="decode attention, batch 32, microseconds (best of repeats)")
-    for column in ("shape", "dtype", "thr", "n_p", "n_s", "ours", "% floor", "% serial", "shared pages", "separate"):
-        table.add_column(column, justify="right")
-    for column in ("sdpa", "sdpa packed"):
-        table.add_column(column, justify="right")
-    rows = []
-    for row in run(cases, 3 if args.quick else 9, sdpa=not args.no_sdpa):
-        rows.append(row)
-        ours = row["ours_us"]
-        baselines = [
-            f"{row[name]:,.0f} ({row[name] / ours:.1f}x)" if row[name] else "-"
-            for name in ("shared_pages_us", "separate_pages_us", "sdpa_us", "sdpa_packed_us")
-        ]
-        table.add_row(
-            row["case"],
-            row["dtype"],
-            str(row["threads"]),
-            str(row["n_p"]),
-            str(row["n_s"]),
-            f"{ours:,.0f}",
-            f"{100 * row['roofline_us'] / ours:.0f}",
-            f"{100 * row['serial_roofline_us'] / ours:.0f}",
-            *baselines,
-        )
-        if args.json:
-            write_rows(args.json, rows)
-        console.print(f"{len(rows)}/{len(cases)} {row['case']} {row['dtype']} n_p={row['n_p']} n_s={row['n_s']}")
-    console.print(table)
-    top = next(r for r in rows if r["n_p"] == contexts[-1] and r["n_s"] == r["n_p"] and r["dtype"] == "bfloat16")
-    console.print(
+
+def report(rows: Sequence[dict[str, Any]]) -> None:
+    print_table(
+        f"decode attention, batch {rows[0]['batch']}, microseconds (best of repeats)",
+        [floor_percent(row) for row in rows],
+        ("case", "dtype", "threads", "n_p", "n_s", "ours_us", "% floor", "% serial", *SYSTEMS[1:]),
+    )
+    longest = max(row["n_p"] for row in rows)
+    top = next(r for r in rows if r["n_p"] == longest and r["n_s"] == longest and r["dtype"] == "bfloat16")
+    print(
         f"{top['case']} bf16, {top['n_p']} tokens all shared, {top['threads']} thread(s): "
         f"{top['shared_pages_us'] / top['ours_us']:.2f}x faster than shared pages, "
         f"{100 * top['roofline_us'] / top['ours_us']:.0f} % of the roofline"
     )
+
+
+def main() -> None:
+    parser = benchmark_parser(__doc__, quick="1024 tokens, one thread, few repeats, no flex", plot=True)
+    parser.add_argument("--no-sdpa", action="store_true", help="leave SDPA out: it takes most of the time")
+    parser.add_argument(
+        "--flex", action=argparse.BooleanOptionalAction, help="compile FlexAttention, 10-60 s a context (not --quick)"
+    )
+    args = parser.parse_args()
+    require_matplotlib(args.plot)
+    torch.manual_seed(0)
+    measured = run(
+        all_settings(thread_counts(args)),
+        (1024,) if args.quick else (1024, 2048, 4096),
+        32,
+        3 if args.quick else 9,
+        sdpa=not args.no_sdpa,
+        flex=not args.quick if args.flex is None else args.flex,
+    )
+    rows = collect(measured, args.json)
+    if args.plot:
+        draw(
+            args.plot, "Table 3: latency of one decode step of attention", panels(rows), columns=2 if args.quick else 3
+        )
+    report(rows)
 
 
 if __name__ == "__main__":
