@@ -28,6 +28,7 @@ from rows import write_rows
 from torch import Tensor
 
 from chunkserve.kernels import _cpu
+from chunkserve.kernels.cpu_tpp import MIN_SAVED_TOKENS
 from chunkserve.kernels.dispatch import AttentionProblem, select_backend
 from chunkserve.kernels.plan import AttentionPlan, Int32Array, PlanOptions, build_plan
 from chunkserve.kernels.reference import TOLERANCE, oracle
@@ -119,7 +120,10 @@ class Batch:
             kv_present=self.kv_lens,
             chunk_size=self.chunk_size,
             options=PlanOptions(
-                share=share, num_workers=setting.threads, heads_per_worker_item=setting.shape.num_kv_heads
+                share=share,
+                min_saved_tokens=MIN_SAVED_TOKENS,
+                num_workers=setting.threads,
+                heads_per_worker_item=setting.shape.num_kv_heads,
             ),
         )
 

@@ -20,7 +20,7 @@ def build_plan(
     kv_present: NDArray[np.int64],
     chunk_size: int,
     share: bool,
-    min_shared_tokens: int,
+    min_saved_tokens: int,
     num_workers: int,
     heads_per_worker_item: int,
     min_split_tokens: int,

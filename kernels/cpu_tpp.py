@@ -12,6 +12,10 @@ from . import _cpu
 from .dispatch import AttentionProblem, BackendError, LayerKV, check_append, check_attend, check_slot
 from .plan import AttentionPlan, PlanError
 
+# PlanOptions.min_saved_tokens for this backend: a run of one chunk pays from four sequences on, a run of two sequences
+# from three chunks. Takes 10 to 17 % off a binary tree of single chunks (benchmarks/ours_forest.py).
+MIN_SAVED_TOKENS = 160
+
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 

@@ -41,7 +41,8 @@ class PlanOptions:
     """How a plan cuts the work.
 
     share: read a chunk once for all sequences that hold it; False gives one item per sequence (the paper's PagedAttn*).
-    min_shared_tokens: a shared run shorter than this is read inside its sequences instead of becoming an item.
+    min_saved_tokens: sharing a run of t tokens among s sequences saves reading (s - 1) t of them, and costs each of
+        them one partial result more; a run that saves less than this is read inside its sequences.
     num_workers: threads or multiprocessors that run the items; long items are split until all have work.
     heads_per_worker_item: KV heads that each item fans out to; the parallelism that exists without any split.
     min_split_tokens: no piece of a split item is shorter, in tokens.
@@ -50,7 +51,7 @@ class PlanOptions:
     """
 
     share: bool = True
-    min_shared_tokens: int = 1
+    min_saved_tokens: int = 1
     num_workers: int = 1
     heads_per_worker_item: int = 1
     min_split_tokens: int = 256
@@ -255,7 +256,7 @@ def build_plan(
             kv_present=np.ascontiguousarray(kv_present, np.int64),
             chunk_size=chunk_size,
             share=options.share,
-            min_shared_tokens=options.min_shared_tokens,
+            min_saved_tokens=options.min_saved_tokens,
             num_workers=options.num_workers,
             heads_per_worker_item=options.heads_per_worker_item,
             min_split_tokens=options.min_split_tokens,

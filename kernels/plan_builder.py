@@ -130,7 +130,7 @@ def _cut_items(
             segments.append(_Item(i, int(q_indptr[i]), int(q_indptr[j]), start * c, int(lens[i]) - start * c))
             continue
         depth = int(shared[i : j - 1].min())
-        if (depth - start) * c >= max(options.min_shared_tokens, 1):
+        if (depth - start) * c * (j - i - 1) >= max(options.min_saved_tokens, 1):
             segments.append(_Item(i, int(q_indptr[i]), int(q_indptr[j]), start * c, (depth - start) * c))
             start = depth
         borders = (i + 1 + np.flatnonzero(shared[i : j - 1] == depth)).tolist()

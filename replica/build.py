@@ -11,7 +11,7 @@ import torch
 from chunkserve.cluster.collectives import Collectives
 from chunkserve.cluster.control_rows import ControlRows
 from chunkserve.cluster.membership import Membership
-from chunkserve.kernels import cpu_ops
+from chunkserve.kernels import cpu_ops, cpu_tpp
 from chunkserve.kernels.dispatch import AttentionProblem, Backend, select_backend
 from chunkserve.kernels.plan import PlanOptions
 
@@ -202,7 +202,10 @@ def _plan_options(options: ReplicaOptions, sizes: _Sizes) -> PlanOptions:
     if sizes.device == "cuda":
         workers = torch.cuda.get_device_properties(0).multi_processor_count
     return PlanOptions(
-        share=options.prefix_sharing, num_workers=workers, heads_per_worker_item=sizes.problem.num_kv_heads
+        share=options.prefix_sharing,
+        min_saved_tokens=cpu_tpp.MIN_SAVED_TOKENS if sizes.device == "cpu" else 1,
+        num_workers=workers,
+        heads_per_worker_item=sizes.problem.num_kv_heads,
     )
 
 

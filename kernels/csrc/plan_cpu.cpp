@@ -31,7 +31,7 @@ struct Builder {
   std::vector<i64> lens, q_lens, present;
   i64 c;
   bool share;
-  i64 min_shared_tokens, num_workers, heads_per_worker_item, min_split_tokens, fixed_split_tokens;  // fixed: 0 for none
+  i64 min_saved_tokens, num_workers, heads_per_worker_item, min_split_tokens, fixed_split_tokens;  // fixed: 0 for none
 
   i64 num_sequences = 0, num_rows = 0;
   std::vector<i64> q_indptr;
@@ -84,7 +84,7 @@ struct Builder {
         continue;
       }
       const i64 depth = *std::min_element(shared.begin() + begin, shared.begin() + end - 1);
-      if ((depth - start) * c >= std::max<i64>(min_shared_tokens, 1)) {
+      if ((depth - start) * c * (end - begin - 1) >= std::max<i64>(min_saved_tokens, 1)) {
         add_segment(begin, end, start * c, depth * c);
         start = depth;
       }
@@ -232,14 +232,14 @@ std::vector<i64> to_vector(const Lengths& x) { return {x.data(), x.data() + x.si
 
 nb::ndarray<nb::numpy, std::int32_t, nb::ndim<1>> build_plan(const nb::list& paths, const Lengths& kv_lens,
                                                              const Lengths& q_lens, const Lengths& kv_present,
-                                                             i64 chunk_size, bool share, i64 min_shared_tokens,
+                                                             i64 chunk_size, bool share, i64 min_saved_tokens,
                                                              i64 num_workers, i64 heads_per_worker_item,
                                                              i64 min_split_tokens, i64 fixed_split_tokens) {
   Builder builder{};
   builder.paths.reserve(paths.size());
   for (const nb::handle path : paths) builder.paths.push_back(nb::cast<Path>(path));
   builder.lens = to_vector(kv_lens), builder.q_lens = to_vector(q_lens), builder.present = to_vector(kv_present);
-  builder.c = chunk_size, builder.share = share, builder.min_shared_tokens = min_shared_tokens;
+  builder.c = chunk_size, builder.share = share, builder.min_saved_tokens = min_saved_tokens;
   builder.num_workers = num_workers, builder.heads_per_worker_item = heads_per_worker_item;
   builder.min_split_tokens = min_split_tokens, builder.fixed_split_tokens = fixed_split_tokens;
   builder.check();
@@ -254,7 +254,7 @@ nb::ndarray<nb::numpy, std::int32_t, nb::ndim<1>> build_plan(const nb::list& pat
 
 void register_plan(nb::module_& m) {
   m.def("build_plan", &build_plan, "paths"_a, "kv_lens"_a, "q_lens"_a, "kv_present"_a, "chunk_size"_a, "share"_a,
-        "min_shared_tokens"_a, "num_workers"_a, "heads_per_worker_item"_a, "min_split_tokens"_a,
+        "min_saved_tokens"_a, "num_workers"_a, "heads_per_worker_item"_a, "min_split_tokens"_a,
         "fixed_split_tokens"_a);
 }
 

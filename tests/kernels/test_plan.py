@@ -13,7 +13,7 @@ from .attention_case import Case, tree_case
 OPTIONS = st.builds(
     PlanOptions,
     share=st.booleans(),
-    min_shared_tokens=st.sampled_from([1, 32, 100]),
+    min_saved_tokens=st.sampled_from([1, 32, 100]),
     num_workers=st.integers(1, 8),
     heads_per_worker_item=st.sampled_from([1, 3, 32]),
     min_split_tokens=st.sampled_from([16, 64, 256]),
@@ -169,8 +169,13 @@ def test_long_items_are_split_for_all_workers():
 
 def test_short_runs_are_read_inside_their_sequences():
     case = tree_case([(1, 1)], [40, 40], chunk_size=16)
-    assert case.plan(PlanOptions(min_shared_tokens=32)).num_items == 2
+    assert case.plan(PlanOptions(min_saved_tokens=32)).num_items == 2
     assert case.plan().num_items == 3
+
+
+def test_a_short_run_of_many_sequences_is_shared_where_one_of_two_is_not():
+    many = tree_case([(1, 1)], [40, 40, 40], chunk_size=16)
+    assert many.plan(PlanOptions(min_saved_tokens=32)).num_items == 4
 
 
 @pytest.mark.parametrize(
