@@ -75,6 +75,9 @@ class Sampling(TypedDict, total=False):
     max_tokens: int
     temperature: float
     top_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[str, float]
     seed: int
     stop: str | Sequence[str]
     logprobs: bool | int
@@ -82,6 +85,7 @@ class Sampling(TypedDict, total=False):
     n: int
     top_k: int
     min_p: float
+    repetition_penalty: float
     ignore_eos: bool
     stop_token_ids: Sequence[int]
     cache_salt: str

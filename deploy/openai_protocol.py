@@ -3,6 +3,7 @@
 A parameter that we do not support is refused with a 400 that names it, unless it has the value that asks for nothing.
 """
 
+import re
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from chunkserve.replica.protocol import SamplingParams
 from .config import ServeConfig
 
 _INT64 = 2**63
+_TOKEN_ID = re.compile(r"-?[0-9]{1,20}")
 _MAX_SHOWN_CHARS = 80
 
 
@@ -67,6 +69,7 @@ class RequestLimits:
     max_stop_strings: int
     max_stop_string_chars: int
     max_top_logprobs: int
+    max_logit_bias: int
 
     @classmethod
     def of(cls, config: ServeConfig, *, vocab_size: int, max_context_tokens: int) -> Self:
@@ -78,6 +81,7 @@ class RequestLimits:
             max_stop_strings=config.max_stop_strings,
             max_stop_string_chars=config.max_stop_string_chars,
             max_top_logprobs=config.max_top_logprobs,
+            max_logit_bias=config.max_logit_bias,
         )
 
     def check_token_ids(self, token_ids: Sequence[int], param: str) -> None:
@@ -101,7 +105,8 @@ class StreamOptions(_Record):
 class GenerationRequest(_Record):
     """What both endpoints share. None stands for a missing parameter and for null alike.
 
-    top_k, min_p, ignore_eos, stop_token_ids, cache_salt: ours, beyond the OpenAI API; see SamplingParams and Request.
+    top_k, min_p, repetition_penalty, ignore_eos, stop_token_ids, cache_salt: ours, beyond the OpenAI API; see
+    SamplingParams and Request.
     top_k may be -1, as other servers have it for "all".
     """
 
@@ -110,6 +115,9 @@ class GenerationRequest(_Record):
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
     n: int | None = Field(default=None, ge=1)
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     seed: int | None = Field(default=None, ge=-_INT64, lt=_INT64)
     stop: (
         Annotated[
@@ -127,6 +135,7 @@ class GenerationRequest(_Record):
 
     top_k: int | None = Field(default=None, ge=-1, lt=_INT64)
     min_p: float | None = Field(default=None, ge=0, le=1)
+    repetition_penalty: float | None = Field(default=None, gt=0, le=10)
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
     cache_salt: str | None = Field(default=None, max_length=256)
@@ -161,6 +170,17 @@ class GenerationRequest(_Record):
             message = f"stop_token_ids: at most {limits.max_stop_strings} (max_stop_strings), got {len(stop_ids)}"
             raise bad_request(message, "stop_token_ids")
         limits.check_token_ids(stop_ids, "stop_token_ids")
+        bias = self.logit_bias or {}
+        if len(bias) > limits.max_logit_bias:
+            message = f"logit_bias: at most {limits.max_logit_bias} tokens (max_logit_bias), got {len(bias)}"
+            raise bad_request(message, "logit_bias")
+        for token in bias:
+            if not _TOKEN_ID.fullmatch(token):
+                raise bad_request(f"logit_bias: keys are token ids, got {_short(token)}", "logit_bias")
+        token_ids = [int(token) for token in bias]
+        limits.check_token_ids(token_ids, "logit_bias")
+        if len(set(token_ids)) < len(token_ids):
+            raise bad_request("logit_bias: a token stands there twice", "logit_bias")
         param, alternatives = self._alternatives()
         if alternatives is not None and alternatives > limits.max_top_logprobs:
             message = f"{param}: at most {limits.max_top_logprobs} (max_top_logprobs), got {_short(alternatives)}"
@@ -190,6 +210,10 @@ class GenerationRequest(_Record):
             top_p=1.0 if self.top_p is None else self.top_p,
             top_k=min(max(self.top_k or 0, 0), limits.vocab_size),
             min_p=self.min_p or 0.0,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            logit_bias=tuple((int(token), bias) for token, bias in (self.logit_bias or {}).items()),
             seed=self.seed,
             stop=tuple(self._stops()),
             stop_token_ids=tuple(self.stop_token_ids or ()),
@@ -316,10 +340,6 @@ class CompletionRequest(GenerationRequest):
 
 # Values of OpenAI parameters that ask for nothing we would have to do; null does so for every one. "*": any value.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
     "user": ("*",),
 }
 _NEUTRAL_CHAT = _NEUTRAL | {

@@ -15,6 +15,9 @@ class SamplingParams:
     top_p: share of the probability that stays, in (0, 1].
     top_k: most probable tokens that stay; 0 keeps all.
     min_p: tokens below this share of the best token's probability are dropped; 0 keeps all.
+    presence_penalty, frequency_penalty: taken off a token's logit once if it was generated before, and once per time.
+    repetition_penalty: divides the positive logits of prompt and generated tokens, and multiplies the negative ones.
+    logit_bias: (token, what is added to its logit); before the penalties.
     seed: equal seeds give equal tokens; None draws one per request.
     stop: the text ends before the first of these strings, wherever token borders lie.
     stop_token_ids: the text ends at any of these tokens, besides the model's own end tokens.
@@ -27,6 +30,10 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()

@@ -12,6 +12,21 @@ _FIRST_CANDIDATES = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Adjustment:
+    """What is done to a row of logits before it is sampled; see SamplingParams.
+
+    token_ids, num_prompt: prompt and generated tokens so far, and how many of them are the prompt.
+    """
+
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    logit_bias: tuple[tuple[int, float], ...]
+    token_ids: Sequence[int]
+    num_prompt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRow:
     """How one row of logits is sampled; see SamplingParams. `seed` and `position` give the random number."""
 
@@ -22,6 +37,7 @@ class SampleRow:
     seed: int
     position: int
     logprobs: int | None = None
+    adjustment: Adjustment | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +65,7 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[Sampled]:
         logits: [R, V] float32.
         rows: R of them.
     """
+    raw, logits = logits, _adjusted(logits, rows)
     best, ids = logits.max(dim=-1)
     chosen = ids.tolist()
     random = [i for i, row in enumerate(rows) if row.temperature > 0]
@@ -59,8 +76,36 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[Sampled]:
     out = [Sampled(token_id=token if ok else None) for token, ok in zip(chosen, is_number, strict=True)]
     for i, row in enumerate(rows):
         if row.logprobs is not None and out[i].token_id is not None:
-            out[i] = _with_logprobs(logits[i], chosen[i], row.logprobs)
+            out[i] = _with_logprobs(raw[i], chosen[i], row.logprobs)
     return out
+
+
+def _adjusted(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+    """Logits with the bias and the penalties of the rows that have any; the same tensor where none has."""
+    adjustments = [(i, row.adjustment) for i, row in enumerate(rows) if row.adjustment is not None]
+    if not adjustments:
+        return logits
+    logits = logits.clone()
+    for i, adjustment in adjustments:
+        _adjust(logits[i], adjustment)
+    return logits
+
+
+def _adjust(row: Tensor, adjustment: Adjustment) -> None:
+    """Change a row of logits [V] in place."""
+    if adjustment.logit_bias:
+        tokens, bias = zip(*adjustment.logit_bias, strict=True)
+        row[torch.tensor(tokens, device=row.device)] += torch.tensor(bias, device=row.device)
+    if adjustment.repetition_penalty != 1.0:
+        seen = torch.tensor(adjustment.token_ids, device=row.device).unique()
+        values = row[seen]
+        row[seen] = torch.where(
+            values > 0, values / adjustment.repetition_penalty, values * adjustment.repetition_penalty
+        )
+    generated = adjustment.token_ids[adjustment.num_prompt :]
+    if generated and (adjustment.presence_penalty or adjustment.frequency_penalty):
+        used, counts = torch.tensor(generated, device=row.device).unique(return_counts=True)
+        row[used] -= adjustment.presence_penalty + adjustment.frequency_penalty * counts
 
 
 def _with_logprobs(logits: Tensor, token_id: int, num_top: int) -> Sampled:

@@ -11,7 +11,7 @@ from chunkserve.kernels.plan import AttentionPlan, PlanOptions
 from .planner import Planner
 from .protocol import FinishReason
 from .rank_sync import RankSync
-from .sampler import Sampled, SampleRow, sample
+from .sampler import Adjustment, Sampled, SampleRow, sample
 from .scheduler import Batch, Scheduler
 from .sequence import Sequence
 
@@ -125,4 +125,20 @@ def _sample_row(sequence: Sequence) -> SampleRow:
         seed=sequence.seed,
         position=len(sequence.token_ids),
         logprobs=params.logprobs,
+        adjustment=_adjustment(sequence),
+    )
+
+
+def _adjustment(sequence: Sequence) -> Adjustment | None:
+    params = sequence.request.sampling
+    plain = not params.presence_penalty and not params.frequency_penalty and params.repetition_penalty == 1.0
+    if plain and not params.logit_bias:
+        return None
+    return Adjustment(
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        logit_bias=params.logit_bias,
+        token_ids=sequence.token_ids,
+        num_prompt=sequence.num_prompt,
     )

@@ -13,8 +13,8 @@ from .protocol import Request, SamplingParams
 
 # kind, length of the body
 _HEAD = struct.Struct("<BI")
-# arrival, n, max_tokens, top_k, ignore_eos, temperature, top_p, min_p
-_JOIN = struct.Struct("<QIQQ?ddd")
+# arrival, n, max_tokens, top_k, ignore_eos, temperature, top_p, min_p, presence, frequency and repetition penalty
+_JOIN = struct.Struct("<QIQQ?dddddd")
 _SEED_BYTES = 16
 _COUNT = struct.Struct("<I")
 
@@ -111,30 +111,56 @@ def _join_bytes(edit: Join) -> bytes:
             _JOIN.pack(
                 edit.arrival, request.n, sampling.max_tokens, sampling.top_k, sampling.ignore_eos,
                 sampling.temperature, sampling.top_p, sampling.min_p,
+                sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty,
             ),
             edit.seed.to_bytes(_SEED_BYTES, "little", signed=True),
             _COUNT.pack(len(salt)), salt,
             _COUNT.pack(len(sampling.stop_token_ids)), array("I", sampling.stop_token_ids).tobytes(),
+            _COUNT.pack(len(sampling.logit_bias)),
+            array("I", (token for token, _ in sampling.logit_bias)).tobytes(),
+            array("d", (bias for _, bias in sampling.logit_bias)).tobytes(),
             array("I", request.prompt_token_ids).tobytes(),
         )
     )  # fmt: skip
 
 
 def _join(body: bytes) -> Join:
-    arrival, n, max_tokens, top_k, ignore_eos, temperature, top_p, min_p = _JOIN.unpack_from(body)
-    at = _JOIN.size + _SEED_BYTES
-    seed = int.from_bytes(body[_JOIN.size : at], "little", signed=True)
-    (length,) = _COUNT.unpack_from(body, at)
-    at += _COUNT.size
-    salt, at = body[at : at + length].decode(), at + length
-    (count,) = _COUNT.unpack_from(body, at)
-    at += _COUNT.size
-    stops, tokens = array("I", body[at : at + 4 * count]), array("I", body[at + 4 * count :])
+    arrival, n, max_tokens, top_k, ignore_eos, temperature, top_p, min_p, *penalties = _JOIN.unpack_from(body)
+    presence, frequency, repetition = penalties
+    rest = _Bytes(body, _JOIN.size)
+    seed = int.from_bytes(rest.take(_SEED_BYTES), "little", signed=True)
+    salt = rest.take(rest.count()).decode()
+    stops = array("I", rest.take(4 * rest.count()))
+    num_bias = rest.count()
+    biased, bias = array("I", rest.take(4 * num_bias)), array("d", rest.take(8 * num_bias))
+    tokens = array("I", rest.take())
     sampling = SamplingParams(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p,
-        stop_token_ids=tuple(stops), ignore_eos=ignore_eos,
+        presence_penalty=presence, frequency_penalty=frequency, repetition_penalty=repetition,
+        logit_bias=tuple(zip(biased, bias, strict=True)), stop_token_ids=tuple(stops), ignore_eos=ignore_eos,
     )  # fmt: skip
     request = Request(
         request_id=f"arrival {arrival}", prompt_token_ids=tuple(tokens), sampling=sampling, n=n, cache_salt=salt
     )
     return Join(arrival=arrival, request=request, seed=seed)
+
+
+class _Bytes:
+    """Reads a body from front to end."""
+
+    def __init__(self, body: bytes, at: int) -> None:
+        self._body = body
+        self._at = at
+
+    def take(self, length: int | None = None) -> bytes:
+        """The next bytes; all that are left without a length. Raises ValueError if there are fewer."""
+        end = len(self._body) if length is None else self._at + length
+        if end > len(self._body):
+            raise ValueError(f"{end - len(self._body)} bytes are missing")
+        piece, self._at = self._body[self._at : end], end
+        return piece
+
+    def count(self) -> int:
+        count: int
+        (count,) = _COUNT.unpack(self.take(_COUNT.size))
+        return count

@@ -217,7 +217,7 @@ async def test_the_openai_package(live_url, replica) -> None:
         assert [model.id async for model in client.models.list()] == ["toy"]
         assert replica.requests[-1].sampling.top_k == 3
         with pytest.raises(openai.BadRequestError, match="frequency_penalty"):
-            await client.completions.create(model="toy", prompt="a", frequency_penalty=1)
+            await client.completions.create(model="toy", prompt="a", frequency_penalty=3)
         with pytest.raises(openai.NotFoundError):
             await client.completions.create(model="gpt", prompt="a")
         replica.fail_with, replica.fail_at = ReplicaError("rank 1 died"), 2

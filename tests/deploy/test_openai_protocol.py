@@ -70,6 +70,9 @@ def test_spellings() -> None:
     assert chat(logprobs=True).logprobs == completion(logprobs=0).logprobs == 0
     assert chat(logprobs=False).logprobs is None
     assert chat(top_k=-1).top_k == 0
+    assert chat(logit_bias={"5": -100, "7": 0.5}).logit_bias == ((5, -100.0), (7, 0.5))
+    assert chat(presence_penalty=1).presence_penalty == completion(frequency_penalty=1).frequency_penalty == 1.0
+    assert chat().repetition_penalty == 1.0
     assert chat(top_k=10**9).top_k == VOCAB
 
 
@@ -122,9 +125,16 @@ BAD_SHARED = [
     ({"stream_options": {}}, "stream_options", "stream"),
     ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage", "boolean"),
     ({"cache_salt": "x" * 257}, "cache_salt", "256"),
-    ({"presence_penalty": 0.5}, "presence_penalty", "not supported"),
-    ({"frequency_penalty": False}, "frequency_penalty", "not supported"),
-    ({"logit_bias": {"5": 1}}, "logit_bias", "not supported"),
+    ({"presence_penalty": 2.5}, "presence_penalty", "2"),
+    ({"frequency_penalty": -3}, "frequency_penalty", "-2"),
+    ({"frequency_penalty": False}, "frequency_penalty", "number"),
+    ({"repetition_penalty": 0}, "repetition_penalty", "0"),
+    ({"logit_bias": {"5": 101}}, "logit_bias.5", "100"),
+    ({"logit_bias": {"-1": 1}}, "logit_bias", "-1"),
+    ({"logit_bias": {str(VOCAB): 1}}, "logit_bias", str(VOCAB)),
+    ({"logit_bias": {"x": 1}}, "logit_bias", "token ids"),
+    ({"logit_bias": {"5": 1, "05": 2}}, "logit_bias", "twice"),
+    ({"logit_bias": {str(token): 1 for token in range(301)}}, "logit_bias", "max_logit_bias"),
     ({"beams": 4}, "beams", "unknown parameter"),
 ]
 BAD_CHAT = [

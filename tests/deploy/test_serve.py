@@ -180,7 +180,7 @@ BAD = [
     ("/v1/completions", '{"prompt": ', 400, "JSON"),
     ("/v1/completions", {"prompt": "a" * 50_000_000}, 413, "max_body_bytes"),
     ("/v1/completions", {"prompt": "a", "model": "gpt-9"}, 404, "gpt-9"),
-    ("/v1/completions", {"prompt": "a", "logit_bias": {"5": 1}}, 400, "logit_bias"),
+    ("/v1/completions", {"prompt": "a", "logit_bias": {"5": 101}}, 400, "logit_bias"),
     ("/v1/completions", {"prompt": "a", "no_such_thing": 1}, 400, "no_such_thing"),
 ]
 

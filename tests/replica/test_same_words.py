@@ -5,6 +5,8 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from chunkserve.replica.build import build_engine
 from chunkserve.replica.engine import Engine
@@ -157,3 +159,19 @@ def test_wrong_sizes_are_refused_with_the_knob(small_model: Path) -> None:
     ]:
         with pytest.raises(BuildError, match=words):
             Replica(small_model, **options)
+
+
+def test_bias_and_repetition_penalty_give_transformers_words(small_model: Path, replica: Replica, tokenizer) -> None:
+    prompt = tokenizer.encode("The sea was calm, the sea was blue, the sea was")
+    bias = {tokenizer.encode(" calm")[0]: 6.0, tokenizer.encode(" the")[0]: -4.0}
+    model = AutoModelForCausalLM.from_pretrained(small_model, dtype=torch.float32)
+    model.generation_config.eos_token_id = None
+    ids = torch.tensor([prompt])
+    tokens = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False, pad_token_id=0,
+        repetition_penalty=1.3, sequence_bias=[[[token], value] for token, value in bias.items()],
+    )  # fmt: skip
+    replica.submit("plain", tuple(prompt), 24)
+    replica.submit("bent", tuple(prompt), 24, repetition_penalty=1.3, logit_bias=tuple(bias.items()))
+    replica.run()
+    assert replica.tokens("bent") == tuple(tokens[0, len(prompt) :].tolist()) != replica.tokens("plain")

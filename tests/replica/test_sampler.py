@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import torch
 
-from chunkserve.replica.sampler import SampleRow, sample, uniform
+from chunkserve.replica.sampler import Adjustment, SampleRow, sample, uniform
 
 
 def row(position: int = 0, **options: object) -> SampleRow:
@@ -94,3 +94,50 @@ def test_random_numbers_are_uniform_and_counted() -> None:
     assert max(numbers) < 1
     assert sum(numbers) / 2000 == pytest.approx(0.5, abs=0.03)
     assert uniform(1, 5) == numbers[5] != uniform(2, 5)
+
+
+def adjusted(token_ids: list[int], num_prompt: int, **options: object) -> SampleRow:
+    defaults: dict[str, object] = {
+        "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": ()
+    }  # fmt: skip
+    adjustment = Adjustment(token_ids=token_ids, num_prompt=num_prompt, **{**defaults, **options})  # type: ignore[arg-type]
+    return row(temperature=0.0, logprobs=0, adjustment=adjustment)
+
+
+@pytest.mark.parametrize(
+    ("options", "best"),
+    [
+        ({"logit_bias": ((0, -3.0), (3, 0.5))}, 1),
+        ({"logit_bias": ((3, 9.0),)}, 3),
+        ({"presence_penalty": 1.5}, 1),  # 0 was generated twice: 4 - 1.5
+        ({"frequency_penalty": 0.4}, 0),  # 4 - 0.8 is still above 3
+        ({"frequency_penalty": 0.6}, 1),
+        ({"repetition_penalty": 3.0}, 2),  # also the prompt's 1; -1 / 3 would be more than -1 x 3
+        ({}, 0),
+    ],
+)
+def test_bias_and_penalties(options: dict[str, object], best: int) -> None:
+    logits = torch.tensor([[4.0, 3.0, 2.0, -1.0]])
+    (one,) = sample(logits, [adjusted([1, 3, 0, 0], 2, **options)])
+    assert one.token_id == best
+    # Log-probabilities are those of the model.
+    assert one.logprob == pytest.approx(logits[0].log_softmax(-1)[best].item())
+    assert logits.tolist() == [[4.0, 3.0, 2.0, -1.0]]
+
+
+def test_penalties_are_those_of_a_loop_over_the_vocabulary_and_leave_neighbours_alone() -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(3, 50, generator=generator) * 3
+    history = torch.randint(0, 50, (30,), generator=generator).tolist()
+    options = {"presence_penalty": 0.7, "frequency_penalty": -0.3, "repetition_penalty": 1.4, "logit_bias": ((9, 2.0),)}
+    want = logits[1].tolist()
+    want[9] += 2.0
+    for token in range(50):
+        if token in history:
+            want[token] = want[token] / 1.4 if want[token] > 0 else want[token] * 1.4
+        if count := history[10:].count(token):
+            want[token] -= 0.7 - 0.3 * count
+    got = sample(logits, [row(1), adjusted(history, 10, **options), row(2)])
+    assert got[1].token_id == max(range(50), key=want.__getitem__)
+    alone = sample(logits[[0, 2]], [row(1), row(2)])
+    assert [got[0].token_id, got[2].token_id] == [one.token_id for one in alone]

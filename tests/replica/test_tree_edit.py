@@ -17,6 +17,8 @@ def joins(draw: st.DrawFn) -> Join:
     sampling = SamplingParams(
         max_tokens=draw(st.integers(1, 2**40)), temperature=draw(FLOATS), top_p=draw(FLOATS), top_k=draw(U31),
         min_p=draw(FLOATS), ignore_eos=draw(st.booleans()), stop_token_ids=tuple(draw(st.lists(U31, max_size=5))),
+        presence_penalty=draw(FLOATS), frequency_penalty=draw(FLOATS), repetition_penalty=draw(FLOATS),
+        logit_bias=tuple(draw(st.lists(st.tuples(U31, FLOATS), max_size=5))),
     )  # fmt: skip
     request = Request(
         request_id=f"arrival {arrival}", prompt_token_ids=tuple(draw(st.lists(U31, min_size=1, max_size=40))),
