@@ -78,6 +78,7 @@ class Sampling(TypedDict, total=False):
     presence_penalty: float
     frequency_penalty: float
     logit_bias: Mapping[str, float]
+    response_format: Mapping[str, Any]
     seed: int
     stop: str | Sequence[str]
     logprobs: bool | int
@@ -86,6 +87,7 @@ class Sampling(TypedDict, total=False):
     top_k: int
     min_p: float
     repetition_penalty: float
+    structured_outputs: Mapping[str, Any]
     ignore_eos: bool
     stop_token_ids: Sequence[int]
     cache_salt: str

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
-from pydantic_core import from_json
+from pydantic_core import from_json, to_json
 
-from chunkserve.replica.protocol import SamplingParams
+from chunkserve.replica.protocol import GrammarSpec, SamplingParams
 
 from .config import ServeConfig
 
@@ -70,6 +70,7 @@ class RequestLimits:
     max_stop_string_chars: int
     max_top_logprobs: int
     max_logit_bias: int
+    max_grammar_bytes: int
 
     @classmethod
     def of(cls, config: ServeConfig, *, vocab_size: int, max_context_tokens: int) -> Self:
@@ -82,6 +83,7 @@ class RequestLimits:
             max_stop_string_chars=config.max_stop_string_chars,
             max_top_logprobs=config.max_top_logprobs,
             max_logit_bias=config.max_logit_bias,
+            max_grammar_bytes=config.max_grammar_bytes,
         )
 
     def check_token_ids(self, token_ids: Sequence[int], param: str) -> None:
@@ -102,11 +104,52 @@ class StreamOptions(_Record):
     include_obfuscation: Literal[False] | None = None
 
 
+class JsonSchema(_Record):
+    """`strict` and `name` change nothing: the schema is always followed."""
+
+    name: str | None = Field(default=None, max_length=64)
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(_Record):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    def grammar(self) -> GrammarSpec | None:
+        if (self.json_schema is None) == (self.type == "json_schema"):
+            message = "response_format.json_schema: goes with type json_schema, and with no other"
+            raise bad_request(message, "response_format.json_schema")
+        if self.type == "text":
+            return None
+        schema = self.json_schema.schema_ if self.json_schema is not None else {"type": "object"}
+        return GrammarSpec(kind="json_schema", text=to_json(schema).decode(), param="response_format")
+
+
+class StructuredOutputs(_Record):
+    """As vLLM has it: one of a JSON schema, a regular expression, and a list of answers."""
+
+    json_: dict[str, Any] | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = Field(default=None, min_length=1)
+
+    def grammar(self) -> GrammarSpec:
+        kinds = [name for name in ("json_", "regex", "choice") if getattr(self, name) is not None]
+        param = "structured_outputs"
+        if len(kinds) != 1:
+            raise bad_request(f"{param}: expected one of json, regex and choice, got {len(kinds)}", param)
+        if self.json_ is not None:
+            return GrammarSpec(kind="json_schema", text=to_json(self.json_).decode(), param=param)
+        regex = self.regex if self.regex is not None else "|".join(map(re.escape, self.choice or ()))
+        return GrammarSpec(kind="regex", text=regex, param=param)
+
+
 class GenerationRequest(_Record):
     """What both endpoints share. None stands for a missing parameter and for null alike.
 
-    top_k, min_p, repetition_penalty, ignore_eos, stop_token_ids, cache_salt: ours, beyond the OpenAI API; see
-    SamplingParams and Request.
+    top_k, min_p, repetition_penalty, structured_outputs, ignore_eos, stop_token_ids, cache_salt: beyond the OpenAI API;
+    see SamplingParams and Request.
     top_k may be -1, as other servers have it for "all".
     """
 
@@ -136,6 +179,7 @@ class GenerationRequest(_Record):
     top_k: int | None = Field(default=None, ge=-1, lt=_INT64)
     min_p: float | None = Field(default=None, ge=0, le=1)
     repetition_penalty: float | None = Field(default=None, gt=0, le=10)
+    structured_outputs: StructuredOutputs | None = None
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
     cache_salt: str | None = Field(default=None, max_length=256)
@@ -181,6 +225,12 @@ class GenerationRequest(_Record):
         limits.check_token_ids(token_ids, "logit_bias")
         if len(set(token_ids)) < len(token_ids):
             raise bad_request("logit_bias: a token stands there twice", "logit_bias")
+        grammar = self._grammar()
+        if grammar is not None and len(grammar.text.encode()) > limits.max_grammar_bytes:
+            size = f"at most {limits.max_grammar_bytes} bytes (max_grammar_bytes), got {len(grammar.text.encode())}"
+            raise bad_request(f"{grammar.param}: {size}", grammar.param)
+        if grammar is not None and self.ignore_eos:
+            raise bad_request(f"ignore_eos: an answer with {grammar.param} has an end", "ignore_eos")
         param, alternatives = self._alternatives()
         if alternatives is not None and alternatives > limits.max_top_logprobs:
             message = f"{param}: at most {limits.max_top_logprobs} (max_top_logprobs), got {_short(alternatives)}"
@@ -214,12 +264,16 @@ class GenerationRequest(_Record):
             frequency_penalty=self.frequency_penalty or 0.0,
             repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
             logit_bias=tuple((int(token), bias) for token, bias in (self.logit_bias or {}).items()),
+            grammar=self._grammar(),
             seed=self.seed,
             stop=tuple(self._stops()),
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
             logprobs=self._alternatives()[1],
         )
+
+    def _grammar(self) -> GrammarSpec | None:
+        return self.structured_outputs.grammar() if self.structured_outputs is not None else None
 
     def _stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
@@ -262,6 +316,7 @@ class ChatRequest(GenerationRequest):
 
     messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
+    response_format: ResponseFormat | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0)
 
@@ -271,6 +326,13 @@ class ChatRequest(GenerationRequest):
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise bad_request("max_tokens: contradicts max_completion_tokens; send one of them", "max_tokens")
         super().check(limits)
+
+    def _grammar(self) -> GrammarSpec | None:
+        wanted = self.response_format.grammar() if self.response_format is not None else None
+        other = super()._grammar()
+        if wanted is not None and other is not None:
+            raise bad_request("structured_outputs: contradicts response_format; send one of them", "structured_outputs")
+        return wanted or other
 
     def _max_tokens(self) -> tuple[str, int | None]:
         if self.max_completion_tokens is not None:
@@ -355,7 +417,6 @@ _NEUTRAL_CHAT = _NEUTRAL | {
     "prompt_cache_options": (),
     "prompt_cache_retention": (),
     "reasoning_effort": ("none",),
-    "response_format": ({"type": "text"},),
     "safety_identifier": ("*",),
     "service_tier": ("auto", "default"),
     "store": (False,),

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from chunkserve.kernels.plan import PlanOptions
 
 from .chunk_pool import ChunkPool
+from .grammar import Grammar, GrammarError, Grammars
 from .prefix_tree import PrefixTree
 from .protocol import (
     EngineStopped,
@@ -114,6 +115,7 @@ class Engine:
             )
         self.config = config
         self._tokenizer = tokenizer
+        self._grammars = Grammars(tokenizer)
         self._emit = emit
         self._clock = clock
         self.reporter = reporter
@@ -160,7 +162,7 @@ class Engine:
         return self._fault is not None
 
     def submit(self, request: Request) -> None:
-        """Queue a request; its events come through `emit`.
+        """Queue a request; its events come through `emit`. A grammar is compiled first, which takes milliseconds.
 
         Raises:
             RequestRefused: it can never be served here.
@@ -178,6 +180,7 @@ class Engine:
                 f"{self.config.max_sequence_tokens} (max_sequence_tokens)",
                 "max_tokens",
             )
+        grammar = self._grammar(request)
         with self._lock:
             self.check_alive()
             waiting = self._num_open - len(self._scheduler.running)
@@ -187,7 +190,18 @@ class Engine:
                     "(max_waiting_requests)"
                 )
             self._num_open += request.n
-            self._inbox.put(lambda: self._begin(request))
+            self._inbox.put(lambda: self._begin(request, grammar))
+
+    def _grammar(self, request: Request) -> Grammar | None:
+        spec = request.sampling.grammar
+        if spec is None:
+            return None
+        if self._sync is not None:
+            raise RequestRefused(f"{spec.param}: not served by a replica of several ranks yet", spec.param)
+        try:
+            return self._grammars.compile(spec)
+        except GrammarError as error:
+            raise RequestRefused(f"{spec.param}: {error}", spec.param) from None
 
     def check_alive(self) -> None:
         """Raises EngineStopped if the loop has ended."""
@@ -306,7 +320,7 @@ class Engine:
             except queue.Empty:
                 return
 
-    def _begin(self, request: Request) -> None:
+    def _begin(self, request: Request, grammar: Grammar | None) -> None:
         if request.request_id in self._streams:
             self._close_unknown(request, f"request_id {request.request_id} is in use")
             return
@@ -314,6 +328,8 @@ class Engine:
         join = Join(arrival=self._arrivals + 1, request=request, seed=seed)
         self._arrivals += request.n
         sequences = self._coming[join.arrival] = Sequence.begin_all(request, arrival=join.arrival, seed=seed)
+        for sequence in sequences:
+            sequence.grammar = grammar.copy() if grammar is not None else None
         self._streams[request.request_id] = [
             _Stream(sequence, Detokenizer(self._tokenizer), StopStrings(request.sampling.stop))
             for sequence in sequences
@@ -371,7 +387,7 @@ class Engine:
     def _advance(self, stream: _Stream, sampled: Sampled, reason: FinishReason | None) -> TokenEvent:
         """What a new token means for its stream; with a reason it is the last."""
         if sampled.token_id is None:
-            return self._finish(stream, "error", error="the model's logits are not numbers")
+            return self._finish(stream, "error", error="the model's logits are not numbers, or its grammar failed")
         self._generated_tokens += 1
         token_id = sampled.token_id
         text = "" if reason == "stop" else stream.stop.add(stream.detokenizer.add(token_id))

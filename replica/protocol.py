@@ -7,6 +7,18 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GrammarSpec:
+    """What an answer must follow: a JSON schema as JSON text, or a regular expression.
+
+    param: the field of the HTTP request that it came in.
+    """
+
+    kind: Literal["json_schema", "regex"]
+    text: str
+    param: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How tokens are chosen. The ingress has checked the ranges (deploy/openai_protocol.py).
 
@@ -18,6 +30,7 @@ class SamplingParams:
     presence_penalty, frequency_penalty: taken off a token's logit once if it was generated before, and once per time.
     repetition_penalty: divides the positive logits of prompt and generated tokens, and multiplies the negative ones.
     logit_bias: (token, what is added to its logit); before the penalties.
+    grammar: what the text must follow.
     seed: equal seeds give equal tokens; None draws one per request.
     stop: the text ends before the first of these strings, wherever token borders lie.
     stop_token_ids: the text ends at any of these tokens, besides the model's own end tokens.
@@ -34,6 +47,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    grammar: GrammarSpec | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()

@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections.abc import AsyncGenerator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -61,6 +62,8 @@ class ReplicaActor:
         self._loop = asyncio.get_event_loop()
         place = self._gather(options, log_level) if options.num_ranks > 1 else None
         self._engine: Engine = build_engine(options, self._emit, chunk_scheme, place)
+        # A thread of its own: a grammar may take seconds, and health checks must not wait behind it.
+        self._compiler = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._feeds = TokenFeeds(self._engine.check_alive)
         self._engine.start()
         if place is not None:
@@ -76,7 +79,10 @@ class ReplicaActor:
         """
         done = self._feeds.open(request.request_id, request.n, reader)
         try:
-            self._engine.submit(request)
+            if request.sampling.grammar is not None:
+                await self._loop.run_in_executor(self._compiler, self._engine.submit, request)
+            else:
+                self._engine.submit(request)
             yield _replica_name()
             await done
         finally:

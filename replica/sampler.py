@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .grammar import Grammar
+
 # Nucleus sampling looks at so many of the most probable tokens first, and at all of them only where these fall short.
 _FIRST_CANDIDATES = 256
 
@@ -38,6 +40,7 @@ class SampleRow:
     position: int
     logprobs: int | None = None
     adjustment: Adjustment | None = None
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,13 +84,17 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[Sampled]:
 
 
 def _adjusted(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-    """Logits with the bias and the penalties of the rows that have any; the same tensor where none has."""
-    adjustments = [(i, row.adjustment) for i, row in enumerate(rows) if row.adjustment is not None]
-    if not adjustments:
+    """Logits after bias, penalties and grammars of the rows that have any; the same tensor where none has."""
+    changed = [i for i, row in enumerate(rows) if row.adjustment is not None or row.grammar is not None]
+    if not changed:
         return logits
     logits = logits.clone()
-    for i, adjustment in adjustments:
-        _adjust(logits[i], adjustment)
+    for i in changed:
+        adjustment, grammar = rows[i].adjustment, rows[i].grammar
+        if adjustment is not None:
+            _adjust(logits[i], adjustment)
+        if grammar is not None:
+            grammar.restrict(logits[i])
     return logits
 
 

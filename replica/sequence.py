@@ -2,12 +2,16 @@
 
 import enum
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .prefix_tree import Joined, Node
 from .protocol import FinishReason, Request
+
+if TYPE_CHECKING:
+    from .grammar import Grammar
 
 
 class SequenceState(enum.Enum):
@@ -28,6 +32,7 @@ class Sequence:
     cached_tokens: prompt tokens found in the tree when the sequence first joined.
     is_counted: whether cached_tokens are in the replica's totals.
     path: its chunks in the tree while it runs.
+    grammar: what its text must follow, as far as it has come.
     """
 
     request: Request
@@ -43,6 +48,7 @@ class Sequence:
     path: list[Node] = field(default_factory=list)
     waits_for: Node | None = None
     finish_reason: FinishReason | None = None
+    grammar: "Grammar | None" = None
     _slots: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
 
     @classmethod

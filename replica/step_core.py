@@ -98,6 +98,9 @@ class StepCore:
         """K and V and tokens of a step are there for others; what has ended is out."""
         tokens = {s: one.token_id for s, one in outcome.sampled.items() if one.token_id is not None}
         self.scheduler.commit(outcome.batch, tokens)
+        for sequence, token_id in tokens.items():
+            if sequence.grammar is not None:
+                sequence.grammar.accept(token_id)
         for sequence, reason in outcome.ended.items():
             sequence.finish_reason = reason
             self.leave(sequence.arrival)
@@ -126,6 +129,7 @@ def _sample_row(sequence: Sequence) -> SampleRow:
         position=len(sequence.token_ids),
         logprobs=params.logprobs,
         adjustment=_adjustment(sequence),
+        grammar=sequence.grammar,
     )
 
 

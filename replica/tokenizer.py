@@ -39,6 +39,11 @@ class Tokenizer:
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         self.is_byte_level = backend is not None and "ByteLevel" in str(type(backend.decoder)) + str(backend.decoder)
 
+    @property
+    def backend(self) -> Any:
+        """transformers' tokenizer."""
+        return self._tokenizer
+
     def encode(self, text: str) -> list[int]:
         """Token ids of a plain prompt, with the special tokens that the tokenizer adds by itself."""
         ids: list[int] = self._tokenizer(text)["input_ids"]

@@ -135,6 +135,10 @@ BAD_SHARED = [
     ({"logit_bias": {"x": 1}}, "logit_bias", "token ids"),
     ({"logit_bias": {"5": 1, "05": 2}}, "logit_bias", "twice"),
     ({"logit_bias": {str(token): 1 for token in range(301)}}, "logit_bias", "max_logit_bias"),
+    ({"structured_outputs": {}}, "structured_outputs", "one of"),
+    ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "2"),
+    ({"structured_outputs": {"regex": "a" * 65_537}}, "structured_outputs", "max_grammar_bytes"),
+    ({"structured_outputs": {"lark": "x"}}, "structured_outputs.lark", "unknown"),
     ({"beams": 4}, "beams", "unknown parameter"),
 ]
 BAD_CHAT = [
@@ -151,7 +155,15 @@ BAD_CHAT = [
     ({"logprobs": 3}, "logprobs", "boolean"),
     ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "contradicts"),
     ({"max_completion_tokens": 0}, "max_completion_tokens", "1"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+    ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "json_schema"),
+    ({"response_format": {"type": "text", "json_schema": {"schema": {}}}}, "response_format.json_schema", "type"),
+    ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos", "end"),
+    (
+        {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+        "structured_outputs",
+        "contradicts",
+    ),
     ({"tools": [{"type": "function"}]}, "tools", "not supported"),
     ({"tool_choice": "required"}, "tool_choice", "not supported"),
 ]

@@ -132,6 +132,29 @@ def test_openai_package_gets_chat_streaming_and_not(server: Server) -> None:
     assert [model.id for model in client.models.list()] == [MODEL]
 
 
+def test_answers_that_follow_a_schema(server: Server) -> None:
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    schema = {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 30}, "river": {"enum": ["Seine", "Thames"]}},
+        "required": ["city", "river"],
+        "additionalProperties": False,
+    }
+    answer = client.chat.completions.create(
+        model=MODEL, max_tokens=60, temperature=1, n=3, seed=1,
+        messages=[{"role": "user", "content": "Name a city and its river."}],
+        response_format={"type": "json_schema", "json_schema": {"name": "place", "schema": schema}},
+    )  # fmt: skip
+    for choice in answer.choices:
+        place = json.loads(choice.message.content or "")
+        assert choice.finish_reason == "stop"
+        assert list(place) == ["city", "river"]
+        assert place["river"] in ("Seine", "Thames")
+    body = {"structured_outputs": {"choice": ["red", "green"]}, "max_tokens": 8}
+    with Client(server.url) as ours:
+        assert ours.complete("Pick a colour:", **body).text in ("red", "green")
+
+
 def test_sdk_and_stop_strings_over_token_borders(server: Server) -> None:
     with Client(server.url) as client:
         full = client.complete("1, 2, 3, 4, 5,", max_tokens=24, temperature=0).text
@@ -181,6 +204,7 @@ BAD = [
     ("/v1/completions", {"prompt": "a" * 50_000_000}, 413, "max_body_bytes"),
     ("/v1/completions", {"prompt": "a", "model": "gpt-9"}, 404, "gpt-9"),
     ("/v1/completions", {"prompt": "a", "logit_bias": {"5": 101}}, 400, "logit_bias"),
+    ("/v1/completions", {"prompt": "a", "structured_outputs": {"regex": "(a"}}, 400, "structured_outputs"),
     ("/v1/completions", {"prompt": "a", "no_such_thing": 1}, 400, "no_such_thing"),
 ]
 
