@@ -54,6 +54,11 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
 
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the tokens so far change the logits."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
@@ -74,7 +79,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprob:
-    """Log-probability (natural) of one token, before temperature and filters.
+    """Log-probability (natural) of one token as the model has it, before all that SamplingParams do.
 
     text: the token alone as text; a part of a character shows as U+FFFD, and `bytes_` has it exactly.
     top: the most probable tokens, best first, each without its own `top`.

@@ -1,13 +1,15 @@
 """Logits to token ids. A token depends on its row, its seed and its position, never on who shares the batch."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from .grammar import Grammar
+from .token_counts import TokenCounts
 
 # Nucleus sampling looks at so many of the most probable tokens first, and at all of them only where these fall short.
 _FIRST_CANDIDATES = 256
@@ -17,15 +19,14 @@ _FIRST_CANDIDATES = 256
 class Adjustment:
     """What is done to a row of logits before it is sampled; see SamplingParams.
 
-    token_ids, num_prompt: prompt and generated tokens so far, and how many of them are the prompt.
+    counts: of the tokens so far; None where there are no penalties.
     """
 
-    presence_penalty: float
-    frequency_penalty: float
-    repetition_penalty: float
-    logit_bias: tuple[tuple[int, float], ...]
-    token_ids: Sequence[int]
-    num_prompt: int
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    counts: TokenCounts | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,34 +86,50 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[Sampled]:
 
 def _adjusted(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     """Logits after bias, penalties and grammars of the rows that have any; the same tensor where none has."""
-    changed = [i for i, row in enumerate(rows) if row.adjustment is not None or row.grammar is not None]
-    if not changed:
+    adjusted = {i: row.adjustment for i, row in enumerate(rows) if row.adjustment is not None}
+    restricted = {i: row.grammar for i, row in enumerate(rows) if row.grammar is not None}
+    if not adjusted and not restricted:
         return logits
     logits = logits.clone()
-    for i in changed:
-        adjustment, grammar = rows[i].adjustment, rows[i].grammar
-        if adjustment is not None:
-            _adjust(logits[i], adjustment)
-        if grammar is not None:
-            grammar.restrict(logits[i])
+    _add_bias(logits, adjusted)
+    _penalise(logits, {i: one for i, one in adjusted.items() if one.counts is not None})
+    for i, grammar in restricted.items():
+        grammar.restrict(logits[i])
     return logits
 
 
-def _adjust(row: Tensor, adjustment: Adjustment) -> None:
-    """Change a row of logits [V] in place."""
-    if adjustment.logit_bias:
-        tokens, bias = zip(*adjustment.logit_bias, strict=True)
-        row[torch.tensor(tokens, device=row.device)] += torch.tensor(bias, device=row.device)
-    if adjustment.repetition_penalty != 1.0:
-        seen = torch.tensor(adjustment.token_ids, device=row.device).unique()
-        values = row[seen]
-        row[seen] = torch.where(
-            values > 0, values / adjustment.repetition_penalty, values * adjustment.repetition_penalty
-        )
-    generated = adjustment.token_ids[adjustment.num_prompt :]
-    if generated and (adjustment.presence_penalty or adjustment.frequency_penalty):
-        used, counts = torch.tensor(generated, device=row.device).unique(return_counts=True)
-        row[used] -= adjustment.presence_penalty + adjustment.frequency_penalty * counts
+def _add_bias(logits: Tensor, adjusted: Mapping[int, Adjustment]) -> None:
+    """Change [R, V] in place, at one place per entry of logit_bias."""
+    biases = [(i, token_id, bias) for i, one in adjusted.items() for token_id, bias in one.logit_bias]
+    if biases:
+        rows, token_ids, added = (torch.tensor(column, device=logits.device) for column in zip(*biases, strict=True))
+        logits[rows, token_ids] += added
+
+
+def _penalise(logits: Tensor, adjusted: Mapping[int, Adjustment]) -> None:
+    """Change [R, V] in place, at N places: one per row and distinct token that it has had."""
+    sizes = [one.counts.num_tokens for one in adjusted.values() if one.counts is not None]
+    if not sum(sizes):
+        return
+
+    def spread(values: Iterable[float], dtype: type[np.generic]) -> Tensor:
+        return _tensor(np.repeat(np.fromiter(values, dtype), sizes), logits)  # [N]
+
+    counts = [one.counts for one in adjusted.values() if one.counts is not None]
+    generated = _tensor(np.concatenate([one.generated for one in counts]), logits)  # [N]
+    at = (spread(adjusted, np.int64), _tensor(np.concatenate([one.token_ids for one in counts]), logits))
+    limits = torch.finfo(torch.float32)
+    # Nearer to 0, float32 has no such number, and what it gives instead is no number.
+    repetition = spread((max(one.repetition_penalty, limits.tiny) for one in adjusted.values()), np.float32)
+    values = logits[at]
+    values = torch.where(values > 0, values / repetition, values * repetition).clamp(limits.min, limits.max)
+    values -= spread((one.frequency_penalty for one in adjusted.values()), np.float32) * generated
+    values -= spread((one.presence_penalty for one in adjusted.values()), np.float32) * (generated > 0)
+    logits[at] = values
+
+
+def _tensor(values: "np.ndarray[tuple[int], np.dtype[np.generic]]", like: Tensor) -> Tensor:
+    return torch.from_numpy(values).to(like.device)
 
 
 def _with_logprobs(logits: Tensor, token_id: int, num_top: int) -> Sampled:

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from .prefix_tree import Joined, Node
 from .protocol import FinishReason, Request
+from .token_counts import TokenCounts
 
 if TYPE_CHECKING:
     from .grammar import Grammar
@@ -32,6 +33,7 @@ class Sequence:
     cached_tokens: prompt tokens found in the tree when the sequence first joined.
     is_counted: whether cached_tokens are in the replica's totals.
     path: its chunks in the tree while it runs.
+    counts: of its tokens, where penalties look at them.
     grammar: what its text must follow, as far as it has come.
     """
 
@@ -48,6 +50,7 @@ class Sequence:
     path: list[Node] = field(default_factory=list)
     waits_for: Node | None = None
     finish_reason: FinishReason | None = None
+    counts: TokenCounts | None = None
     grammar: "Grammar | None" = None
     _slots: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
 
@@ -57,7 +60,7 @@ class Sequence:
         return [
             cls(
                 request=request, choice=choice, arrival=arrival + choice, seed=seed + choice,
-                token_ids=list(request.prompt_token_ids),
+                token_ids=list(request.prompt_token_ids), counts=_counts(request),
             )
             for choice in range(request.n)
         ]  # fmt: skip
@@ -96,3 +99,9 @@ class Sequence:
         self.path = []
         self.num_computed = self.kv_present = 0
         self._slots = np.zeros(0, np.int32)
+
+
+def _counts(request: Request) -> TokenCounts | None:
+    if not request.sampling.has_penalties:
+        return None
+    return TokenCounts(request.prompt_token_ids, with_prompt=request.sampling.repetition_penalty != 1.0)

@@ -134,15 +134,15 @@ def _sample_row(sequence: Sequence) -> SampleRow:
 
 
 def _adjustment(sequence: Sequence) -> Adjustment | None:
-    params = sequence.request.sampling
-    plain = not params.presence_penalty and not params.frequency_penalty and params.repetition_penalty == 1.0
-    if plain and not params.logit_bias:
+    params, counts = sequence.request.sampling, sequence.counts
+    if counts is None and not params.logit_bias:
         return None
+    if counts is not None:
+        counts.follow(sequence.token_ids)
     return Adjustment(
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,
         repetition_penalty=params.repetition_penalty,
         logit_bias=params.logit_bias,
-        token_ids=sequence.token_ids,
-        num_prompt=sequence.num_prompt,
+        counts=counts,
     )

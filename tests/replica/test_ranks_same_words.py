@@ -74,6 +74,10 @@ def run_mixed(ranks: Ranks, one: OneRank, vocab_size: int, num_requests: int, se
         sampling: dict[str, object] = {}
         if i % 3 == 2:
             sampling = {"temperature": 0.8, "top_p": 0.9, "seed": i}
+        if i % 4 >= 2:
+            sampling |= {"presence_penalty": 0.5, "frequency_penalty": -0.25, "repetition_penalty": 1.2}
+        if i % 4 >= 1:
+            sampling["logit_bias"] = ((i, 3.5), (rng.randrange(vocab_size // 2, vocab_size), -100.0))
         cases[f"r{i}"] = (prompt, rng.randrange(4, 24), sampling)
         ranks.submit(f"r{i}", prompt, cases[f"r{i}"][1], **sampling)
         for _ in range(rng.randrange(3)):

@@ -1,11 +1,14 @@
 """Sampling: right distribution, right filters, and nothing that depends on the neighbours in the batch."""
 
 from collections import Counter
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
-from chunkserve.replica.sampler import Adjustment, SampleRow, sample, uniform
+from chunkserve.replica.sampler import Adjustment, SampleRow, _adjusted, sample, uniform
+from chunkserve.replica.token_counts import TokenCounts
 
 
 def row(position: int = 0, **options: object) -> SampleRow:
@@ -96,12 +99,11 @@ def test_random_numbers_are_uniform_and_counted() -> None:
     assert uniform(1, 5) == numbers[5] != uniform(2, 5)
 
 
-def adjusted(token_ids: list[int], num_prompt: int, **options: object) -> SampleRow:
-    defaults: dict[str, object] = {
-        "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": ()
-    }  # fmt: skip
-    adjustment = Adjustment(token_ids=token_ids, num_prompt=num_prompt, **{**defaults, **options})  # type: ignore[arg-type]
-    return row(temperature=0.0, logprobs=0, adjustment=adjustment)
+def adjusted(token_ids: list[int], num_prompt: int, position: int = 0, **options: object) -> SampleRow:
+    counts = TokenCounts(token_ids[:num_prompt], with_prompt="repetition_penalty" in options)
+    counts.follow(token_ids)
+    adjustment = Adjustment(counts=counts, **options)  # type: ignore[arg-type]
+    return row(position, temperature=0.0, logprobs=0, adjustment=adjustment)
 
 
 @pytest.mark.parametrize(
@@ -125,19 +127,62 @@ def test_bias_and_penalties(options: dict[str, object], best: int) -> None:
     assert logits.tolist() == [[4.0, 3.0, 2.0, -1.0]]
 
 
-def test_penalties_are_those_of_a_loop_over_the_vocabulary_and_leave_neighbours_alone() -> None:
-    generator = torch.Generator().manual_seed(3)
-    logits = torch.randn(3, 50, generator=generator) * 3
-    history = torch.randint(0, 50, (30,), generator=generator).tolist()
-    options = {"presence_penalty": 0.7, "frequency_penalty": -0.3, "repetition_penalty": 1.4, "logit_bias": ((9, 2.0),)}
-    want = logits[1].tolist()
-    want[9] += 2.0
-    for token in range(50):
-        if token in history:
-            want[token] = want[token] / 1.4 if want[token] > 0 else want[token] * 1.4
-        if count := history[10:].count(token):
-            want[token] -= 0.7 - 0.3 * count
-    got = sample(logits, [row(1), adjusted(history, 10, **options), row(2)])
-    assert got[1].token_id == max(range(50), key=want.__getitem__)
-    alone = sample(logits[[0, 2]], [row(1), row(2)])
-    assert [got[0].token_id, got[2].token_id] == [one.token_id for one in alone]
+def twin(logits: np.ndarray, one: SampleRow, token_ids: list[int], num_prompt: int) -> np.ndarray:
+    """What OpenAI's and vLLM's documents say, token by token in numpy."""
+    want, wish = logits.astype(np.float64), one.adjustment
+    assert wish is not None
+    for token, bias in wish.logit_bias:
+        want[token] += bias
+    for token in set(token_ids):
+        want[token] = (
+            want[token] / wish.repetition_penalty if want[token] > 0 else want[token] * wish.repetition_penalty
+        )
+    for token in set(token_ids[num_prompt:]):
+        want[token] -= wish.presence_penalty + wish.frequency_penalty * token_ids[num_prompt:].count(token)
+    return want
+
+
+def test_a_batch_of_wishes_is_what_a_loop_over_tokens_gives() -> None:
+    rng = np.random.default_rng(3)
+    logits = torch.from_numpy((rng.standard_normal((40, 50)) * 3).astype(np.float32))
+    rows, wants = [], []
+    for i in range(40):
+        history, num_prompt = rng.integers(0, 50, rng.integers(1, 60)).tolist(), int(rng.integers(1, 20))
+        options: dict[str, object] = {
+            "presence_penalty": rng.uniform(-2, 2), "frequency_penalty": rng.uniform(-2, 2),
+            "repetition_penalty": rng.uniform(0.5, 2),
+            "logit_bias": tuple((int(token), rng.uniform(-9, 9)) for token in rng.permutation(50)[:3]),
+        }  # fmt: skip
+        wished = {name: value for name, value in options.items() if rng.random() < 0.6}
+        rows.append(row(i) if i % 4 == 0 else adjusted(history, min(num_prompt, len(history)), **wished))
+        wants.append(
+            logits[i].numpy()
+            if i % 4 == 0
+            else twin(logits[i].numpy(), rows[-1], history, min(num_prompt, len(history)))
+        )
+    np.testing.assert_allclose(_adjusted(logits, rows).numpy(), np.array(wants), rtol=1e-5, atol=1e-5)
+    together = sample(logits, rows)
+    assert together == [sample(logits[i : i + 1], [rows[i]])[0] for i in range(40)]
+
+
+def test_rows_that_wish_nothing_are_not_even_copied() -> None:
+    logits = torch.randn(3, 50)
+    assert _adjusted(logits, [row(i) for i in range(3)]) is logits
+
+
+@pytest.mark.parametrize("penalty", [5e-324, 1e-300, 1e-38, 1e30])
+def test_a_penalty_beyond_float32_still_gives_a_token(penalty: float) -> None:
+    logits = torch.tensor([[4.0, 0.0, -2.0, -1.0]])
+    one = replace(adjusted([0, 1, 2], 1, repetition_penalty=penalty), temperature=1.0)
+    assert sample(logits, [one])[0].token_id is not None
+
+
+def test_counts_follow_their_sequence() -> None:
+    counts = TokenCounts([7, 7, 9], with_prompt=True)
+    token_ids = [7, 7, 9]
+    for token in [9, 3, 3, *range(100, 140), 3]:
+        token_ids.append(token)
+        counts.follow(token_ids)
+        counts.follow(token_ids)
+    generated = dict(zip(counts.token_ids.tolist(), counts.generated.tolist(), strict=True))
+    assert generated == {7: 0, 9: 1, 3: 3} | dict.fromkeys(range(100, 140), 1)
