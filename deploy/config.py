@@ -80,6 +80,7 @@ class ServeConfig(BaseModel):
     max_top_logprobs: int = Field(default=20, ge=0, le=1000)
     max_logit_bias: int = Field(default=300, ge=0, le=100_000)
     max_grammar_bytes: int = Field(default=65_536, ge=0, le=1 << 24)
+    max_grammar_compile_s: float = Field(default=1.0, gt=0, le=60)
     max_body_bytes: _Bytes = Field(default=8 * 2**20, ge=1024, le=2**30)
 
     routing_policy: str = "prefix"

@@ -18,6 +18,7 @@ from chunkserve.kernels.plan import PlanOptions
 from .chunk_hash import ChunkScheme
 from .engine import Emit, Engine, EngineConfig, build_tree
 from .follower import Follower
+from .grammar import Grammars
 from .kv_store import KVStore, bytes_per_chunk
 from .model import Decoder, DecoderConfig
 from .model_runner import ModelRunner
@@ -100,7 +101,9 @@ def build_follower(options: ReplicaOptions, place: Membership) -> Follower:
     sync = _build_sync(runner, place, tree)
     scheduler = Scheduler(tree, max_running=config.max_running, max_step_tokens=config.max_step_tokens)
     core = StepCore(scheduler, runner, plan=config.plan, eos_token_ids=config.eos_token_ids, sync=sync)
-    return Follower(core, sync)
+    grammars = Grammars(Tokenizer(Path(options.model)), config.eos_token_ids)
+    grammars.warm_up()
+    return Follower(core, sync, grammars)
 
 
 def device_of(options: ReplicaOptions) -> str:
@@ -148,6 +151,7 @@ def _build_runner(options: ReplicaOptions, place: Membership | None) -> tuple[Mo
         prefix_sharing=options.prefix_sharing,
         retain_prefixes=options.retain_prefixes,
         eos_token_ids=config.eos_token_ids,
+        max_grammar_compile_s=options.max_grammar_compile_s,
         plan=_plan_options(options, sizes),
     )
 

@@ -57,6 +57,7 @@ class EngineConfig:
     prefix_sharing: share chunks between sequences.
     retain_prefixes: keep chunks after their last sequence.
     eos_token_ids: end a completion.
+    max_grammar_compile_s: CPU seconds to compile a grammar; slower ones are refused.
     plan: how steps are cut into work items.
     """
 
@@ -70,6 +71,7 @@ class EngineConfig:
     prefix_sharing: bool = True
     retain_prefixes: bool = True
     eos_token_ids: frozenset[int] = frozenset()
+    max_grammar_compile_s: float = 1.0
     plan: PlanOptions = field(default_factory=PlanOptions)
 
 
@@ -115,7 +117,7 @@ class Engine:
             )
         self.config = config
         self._tokenizer = tokenizer
-        self._grammars = Grammars(tokenizer)
+        self._grammars = Grammars(tokenizer, config.eos_token_ids, limit_s=config.max_grammar_compile_s)
         self._emit = emit
         self._clock = clock
         self.reporter = reporter
@@ -161,8 +163,16 @@ class Engine:
             self._thread.join()
         return self._fault is not None
 
+    def prepare(self, request: Request) -> None:
+        """Compile a request's grammar, up to seconds, so that `submit` finds it; on a thread that nobody waits for.
+
+        Raises:
+            RequestRefused: the grammar can never be followed here.
+        """
+        self._grammar(request)
+
     def submit(self, request: Request) -> None:
-        """Queue a request; its events come through `emit`. A grammar is compiled first, which takes milliseconds.
+        """Queue a request; its events come through `emit`. A grammar that is not prepared is compiled first.
 
         Raises:
             RequestRefused: it can never be served here.
@@ -196,8 +206,6 @@ class Engine:
         spec = request.sampling.grammar
         if spec is None:
             return None
-        if self._sync is not None:
-            raise RequestRefused(f"{spec.param}: not served by a replica of several ranks yet", spec.param)
         try:
             return self._grammars.compile(spec)
         except GrammarError as error:
@@ -327,9 +335,8 @@ class Engine:
         seed = request.sampling.seed if request.sampling.seed is not None else random.getrandbits(63)
         join = Join(arrival=self._arrivals + 1, request=request, seed=seed)
         self._arrivals += request.n
-        sequences = self._coming[join.arrival] = Sequence.begin_all(request, arrival=join.arrival, seed=seed)
-        for sequence in sequences:
-            sequence.grammar = grammar.copy() if grammar is not None else None
+        sequences = Sequence.begin_all(request, arrival=join.arrival, seed=seed, grammar=grammar)
+        self._coming[join.arrival] = sequences
         self._streams[request.request_id] = [
             _Stream(sequence, Detokenizer(self._tokenizer), StopStrings(request.sampling.stop))
             for sequence in sequences
@@ -387,7 +394,9 @@ class Engine:
     def _advance(self, stream: _Stream, sampled: Sampled, reason: FinishReason | None) -> TokenEvent:
         """What a new token means for its stream; with a reason it is the last."""
         if sampled.token_id is None:
-            return self._finish(stream, "error", error="the model's logits are not numbers, or its grammar failed")
+            failure = stream.sequence.grammar.failure if stream.sequence.grammar is not None else None
+            error = f"the grammar failed: {failure}" if failure else "the model's logits are not numbers"
+            return self._finish(stream, "error", error=error)
         self._generated_tokens += 1
         token_id = sampled.token_id
         text = "" if reason == "stop" else stream.stop.add(stream.detokenizer.add(token_id))

@@ -2,6 +2,7 @@
 
 import logging
 
+from .grammar import Grammars
 from .rank_sync import RankSync
 from .sequence import Sequence
 from .step_core import StepCore
@@ -16,10 +17,13 @@ class Follower:
     Args:
         core: this rank's part of each step.
         sync: the same that the core has.
+        grammars: compiled again here, from the text in the edits: the leader has them, so they are neither broken nor
+            slow. The step waits for it.
     """
 
-    def __init__(self, core: StepCore, sync: RankSync) -> None:
+    def __init__(self, core: StepCore, sync: RankSync, grammars: Grammars) -> None:
         self.core = core
+        self._grammars = grammars
         self._sync = sync
 
     def run(self) -> None:
@@ -40,7 +44,7 @@ class Follower:
         for edit in self._sync.take_due():
             match edit:
                 case Join():
-                    self.core.join(Sequence.begin_all(edit.request, arrival=edit.arrival, seed=edit.seed))
+                    self.core.join(self._begin_all(edit))
                 case Leave():
                     self.core.leave(edit.arrival)
                 case Clear():
@@ -51,3 +55,8 @@ class Follower:
             return False
         self.core.settle(outcome)
         return True
+
+    def _begin_all(self, join: Join) -> list[Sequence]:
+        spec = join.request.sampling.grammar
+        grammar = self._grammars.compile(spec) if spec is not None else None
+        return Sequence.begin_all(join.request, arrival=join.arrival, seed=join.seed, grammar=grammar)

@@ -39,3 +39,4 @@ class ReplicaOptions:
     max_waiting: int = 256
     prefix_sharing: bool = True
     retain_prefixes: bool = True
+    max_grammar_compile_s: float = 1.0

@@ -80,9 +80,8 @@ class ReplicaActor:
         done = self._feeds.open(request.request_id, request.n, reader)
         try:
             if request.sampling.grammar is not None:
-                await self._loop.run_in_executor(self._compiler, self._engine.submit, request)
-            else:
-                self._engine.submit(request)
+                await self._loop.run_in_executor(self._compiler, self._engine.prepare, request)
+            self._engine.submit(request)
             yield _replica_name()
             await done
         finally:

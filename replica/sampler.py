@@ -93,8 +93,7 @@ def _adjusted(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     logits = logits.clone()
     _add_bias(logits, adjusted)
     _penalise(logits, {i: one for i, one in adjusted.items() if one.counts is not None})
-    for i, grammar in restricted.items():
-        grammar.restrict(logits[i])
+    _restrict(logits, restricted)
     return logits
 
 
@@ -126,6 +125,19 @@ def _penalise(logits: Tensor, adjusted: Mapping[int, Adjustment]) -> None:
     values -= spread((one.frequency_penalty for one in adjusted.values()), np.float32) * generated
     values -= spread((one.presence_penalty for one in adjusted.values()), np.float32) * (generated > 0)
     logits[at] = values
+
+
+def _restrict(logits: Tensor, grammars: Mapping[int, Grammar]) -> None:
+    """Change [R, V] in place: minus infinity for what may not come next."""
+    if not grammars:
+        return
+    bits = np.zeros((len(grammars), -(-logits.shape[1] // 32)), np.int32)
+    for row_bits, grammar in zip(bits, grammars.values(), strict=True):
+        grammar.allow(row_bits)
+    which = torch.tensor(list(grammars), device=logits.device)
+    spread = torch.from_numpy(bits).to(logits.device)[:, :, None] >> torch.arange(32, device=logits.device)
+    allowed = (spread & 1).bool().flatten(1)[:, : logits.shape[1]]
+    logits[which] = logits[which].masked_fill(~allowed, -torch.inf)
 
 
 def _tensor(values: "np.ndarray[tuple[int], np.dtype[np.generic]]", like: Tensor) -> Tensor:

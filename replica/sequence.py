@@ -55,12 +55,15 @@ class Sequence:
     _slots: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
 
     @classmethod
-    def begin_all(cls, request: Request, *, arrival: int, seed: int) -> "list[Sequence]":
-        """One for each choice, with arrivals and seeds that follow each other."""
+    def begin_all(
+        cls, request: Request, *, arrival: int, seed: int, grammar: "Grammar | None" = None
+    ) -> "list[Sequence]":
+        """One for each choice, with arrivals and seeds that follow each other, and a copy of the grammar each."""
         return [
             cls(
                 request=request, choice=choice, arrival=arrival + choice, seed=seed + choice,
                 token_ids=list(request.prompt_token_ids), counts=_counts(request),
+                grammar=grammar.copy() if grammar is not None else None,
             )
             for choice in range(request.n)
         ]  # fmt: skip

@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .protocol import Request, SamplingParams
+from .protocol import GrammarSpec, Request, SamplingParams
 
 # kind, length of the body
 _HEAD = struct.Struct("<BI")
@@ -28,7 +28,7 @@ class Join:
     """A request's choices come into the queue.
 
     arrival: of its first choice; the others follow.
-    request: what ranks need to know of it: no stop strings, no log-probabilities.
+    request: what ranks need to know of it: no stop strings, no log-probabilities, no field that a grammar came in.
     seed: of its first choice; the others follow.
     """
 
@@ -106,6 +106,8 @@ def _decode(kind: str, body: bytes) -> TreeEdit:
 def _join_bytes(edit: Join) -> bytes:
     request, sampling = edit.request, edit.request.sampling
     salt = request.cache_salt.encode()
+    spec = sampling.grammar
+    grammar = f"{spec.kind} {spec.text}".encode() if spec is not None else b""
     return b"".join(
         (
             _JOIN.pack(
@@ -119,6 +121,7 @@ def _join_bytes(edit: Join) -> bytes:
             _COUNT.pack(len(sampling.logit_bias)),
             array("I", (token for token, _ in sampling.logit_bias)).tobytes(),
             array("d", (bias for _, bias in sampling.logit_bias)).tobytes(),
+            _COUNT.pack(len(grammar)), grammar,
             array("I", request.prompt_token_ids).tobytes(),
         )
     )  # fmt: skip
@@ -133,16 +136,27 @@ def _join(body: bytes) -> Join:
     stops = array("I", rest.take(4 * rest.count()))
     num_bias = rest.count()
     biased, bias = array("I", rest.take(4 * num_bias)), array("d", rest.take(8 * num_bias))
+    grammar = _grammar(rest.take(rest.count()).decode())
     tokens = array("I", rest.take())
     sampling = SamplingParams(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p,
         presence_penalty=presence, frequency_penalty=frequency, repetition_penalty=repetition,
         logit_bias=tuple(zip(biased, bias, strict=True)), stop_token_ids=tuple(stops), ignore_eos=ignore_eos,
+        grammar=grammar,
     )  # fmt: skip
     request = Request(
         request_id=f"arrival {arrival}", prompt_token_ids=tuple(tokens), sampling=sampling, n=n, cache_salt=salt
     )
     return Join(arrival=arrival, request=request, seed=seed)
+
+
+def _grammar(text: str) -> GrammarSpec | None:
+    match text.partition(" "):
+        case "", "", "":
+            return None
+        case "json_schema" | "regex" as kind, " ", rest:
+            return GrammarSpec(kind=kind, text=rest, param="")
+    raise ValueError(f"no grammar has kind {text[:20]!r}")
 
 
 class _Bytes:

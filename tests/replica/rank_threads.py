@@ -16,6 +16,7 @@ from chunkserve.replica.build import build_engine, build_follower
 from chunkserve.replica.engine import Engine, EngineConfig, build_tree
 from chunkserve.replica.fake import FakeModelRunner
 from chunkserve.replica.follower import Follower
+from chunkserve.replica.grammar import Grammars
 from chunkserve.replica.options import ReplicaOptions
 from chunkserve.replica.protocol import Request, SamplingParams, TokenEvent
 from chunkserve.replica.rank_sync import STATUS_BYTES, RankSync
@@ -142,7 +143,7 @@ def fake_ranks(tokenizer: Tokenizer, num_ranks: int, *, pools: dict[int, int] | 
         sync = RankSync(place, runner.collectives, tree)
         scheduler = Scheduler(tree, max_running=own.max_running, max_step_tokens=own.max_step_tokens)
         core = StepCore(scheduler, runner, plan=own.plan, eos_token_ids=own.eos_token_ids, sync=sync)
-        return Follower(core, sync)
+        return Follower(core, sync, Grammars(tokenizer))
 
     return Ranks(num_ranks, lead, follow)
 

@@ -4,10 +4,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chunkserve.replica.protocol import Request, SamplingParams
+from chunkserve.replica.protocol import GrammarSpec, Request, SamplingParams
 from chunkserve.replica.tree_edit import Clear, EditError, EditReader, Join, Leave, TreeEdit, encode
 
 U31 = st.integers(0, 2**31 - 1)
+KINDS = st.sampled_from(["json_schema", "regex"])
 FLOATS = st.floats(allow_nan=False, allow_infinity=False)
 
 
@@ -18,6 +19,7 @@ def joins(draw: st.DrawFn) -> Join:
         max_tokens=draw(st.integers(1, 2**40)), temperature=draw(FLOATS), top_p=draw(FLOATS), top_k=draw(U31),
         min_p=draw(FLOATS), ignore_eos=draw(st.booleans()), stop_token_ids=tuple(draw(st.lists(U31, max_size=5))),
         presence_penalty=draw(FLOATS), frequency_penalty=draw(FLOATS), repetition_penalty=draw(FLOATS),
+        grammar=draw(st.none() | st.builds(GrammarSpec, kind=KINDS, text=st.text(max_size=9), param=st.just(""))),
         logit_bias=tuple(draw(st.lists(st.tuples(U31, FLOATS), max_size=5))),
     )  # fmt: skip
     request = Request(
