@@ -43,6 +43,17 @@ def test_two_ranks_say_what_transformers_says(server: LocalServer, greedy_cases,
             assert answer.json()["choices"][0]["text"] == tokenizer.decode(case.tokens[:16]), answer.text
 
 
+def test_two_ranks_follow_a_grammar_and_penalties(server: LocalServer) -> None:
+    wishes = {"temperature": 1, "seed": 1, "n": 3, "ignore_eos": False, "frequency_penalty": 0.5}
+    answer = complete(server, "A number:", 16, structured_outputs={"regex": "[0-9]{3}-[0-9]{2}"}, **wishes)
+    for choice in answer.json()["choices"]:
+        assert re.fullmatch("[0-9]{3}-[0-9]{2}", choice["text"])
+        assert choice["finish_reason"] == "stop"
+    broken = complete(server, "A number:", 16, structured_outputs={"regex": "(a{1000}){1000}"}, ignore_eos=False)
+    assert broken.status_code == 400
+    assert broken.json()["error"]["param"] == "structured_outputs"
+
+
 def test_nothing_listens_beyond_loopback(server: LocalServer) -> None:
     addresses = {
         connection.laddr.ip
