@@ -1,5 +1,6 @@
 """Answers that follow a JSON schema or a regular expression: which tokens may come next. llguidance does the work."""
 
+import logging
 import threading
 import time
 from collections import OrderedDict
@@ -14,6 +15,8 @@ from numpy.typing import NDArray
 
 from .protocol import GrammarSpec
 from .tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 # Compiled grammars that are kept for the next request with the same one, refusals too.
 _CACHED = 64
@@ -82,9 +85,12 @@ class Grammars:
         self._compiling = threading.Lock()
 
     def warm_up(self) -> None:
-        """Take now the second that the first grammar would take for the vocabulary."""
+        """Take now the second that the first grammar would take for the vocabulary; where it cannot be had, say so."""
         with self._compiling:
-            self._load_vocabulary()
+            try:
+                self._load_vocabulary()
+            except GrammarError as error:
+                logger.warning("grammars refused reason=%s", error)
 
     def compile(self, spec: GrammarSpec) -> Grammar:
         """A grammar at its beginning; at once if it is known.
@@ -146,9 +152,12 @@ class Grammars:
 
     def _load_vocabulary(self) -> LLTokenizer:
         if self._vocabulary is None:
-            self._vocabulary = llguidance.hf.from_tokenizer(
-                self._tokenizer.backend, self._tokenizer.vocab_size, self._eos_token_ids or None
-            )
+            try:
+                self._vocabulary = llguidance.hf.from_tokenizer(
+                    self._tokenizer.backend, self._tokenizer.vocab_size, self._eos_token_ids or None
+                )
+            except ValueError as error:
+                raise GrammarError(f"this model's tokenizer cannot follow grammars: {error}") from error
         return self._vocabulary
 
 

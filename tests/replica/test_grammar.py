@@ -185,6 +185,16 @@ def test_a_grammar_that_fails_ends_its_own_answer(replica: Replica, tokenizer: T
     assert replica.events["beside failing"][-1].finish_reason == "length"
 
 
+def test_a_tokenizer_that_llguidance_does_not_take_refuses_each_grammar(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer, "vocab_size", 301)
+    grammars = Grammars(tokenizer)
+    grammars.warm_up()
+    with pytest.raises(GrammarError, match="this model's tokenizer cannot follow grammars"):
+        grammars.compile(spec("regex", "a"))
+
+
 def test_a_slow_grammar_is_refused_by_the_knob_and_remembered(tokenizer: Tokenizer) -> None:
     grammars = Grammars(tokenizer, limit_s=1e-6)
     for _ in range(2):
