@@ -298,6 +298,12 @@ class Limits:
         }
 
 
+def figures(setting: Setting, batch: Batch, limits: Limits, timing: Timing) -> dict[str, Any]:
+    """Columns of a row: times, what the machine allows, and how steady they are."""
+    times_us = timing.best_us | limits.rooflines_us(setting, batch)
+    return {**rounded(times_us), **limits.columns, **timing.columns}
+
+
 @cache
 def _probe_buffer() -> Tensor:
     return torch.ones(64 << 20)

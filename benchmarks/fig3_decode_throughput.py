@@ -28,7 +28,7 @@ from attention_cases import (
     take_turns,
     thread_counts,
 )
-from plots import Panel, draw, grouped, points, require_matplotlib
+from plots import Panel, draw, grouped, panels, require_matplotlib
 
 SYSTEMS = ("ours", "shared_pages", "separate_pages")
 # Thousand tokens/s of ChunkAttn and PagedAttn on an A100 in fp16, by (n_s, n_c).
@@ -107,16 +107,15 @@ def run(settings: Sequence[Setting], prompts: Sequence[int], batch: int, repeats
                 }
 
 
-def panels(rows: Sequence[dict[str, Any]]) -> list[Panel]:
-    return [
-        Panel(
-            title=f"{case}, {dtype}, {threads} thread(s), n_s = {n_s}",
-            x_label="completion tokens, n_c",
-            y_label="thousand tokens/s",
-            lines={name.replace("_", " "): points(group, "n_c", f"{name}_tokens_per_s", 1e-3) for name in SYSTEMS},
-        )
-        for (case, dtype, threads, n_s), group in grouped(rows, "case", "dtype", "threads", "n_s").items()
-    ]
+def throughput_panels(rows: Sequence[dict[str, Any]]) -> list[Panel]:
+    return panels(
+        rows,
+        context="n_s",
+        x="n_c",
+        x_label="completion tokens, n_c",
+        y_label="thousand tokens/s",
+        lines={name.replace("_", " "): f"{name}_tokens_per_s" for name in SYSTEMS},
+    )
 
 
 def report(rows: Sequence[dict[str, Any]]) -> None:
@@ -149,7 +148,7 @@ def main() -> None:
         draw(
             args.plot,
             "Figure 3: token rate over the length of the completion",
-            panels(rows),
+            throughput_panels(rows),
             columns=2 if args.quick else len(prompts),
         )
     report(rows)

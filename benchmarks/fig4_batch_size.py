@@ -18,14 +18,14 @@ from attention_cases import (
     all_settings,
     benchmark_parser,
     collect,
+    figures,
     floor_percent,
     one_prefix,
     print_table,
-    rounded,
     take_turns,
     thread_counts,
 )
-from plots import Panel, draw, grouped, points, require_matplotlib
+from plots import Panel, draw, grouped, panels, require_matplotlib
 
 COMPLETION = 64
 SYSTEMS = ("ours", "shared_pages", "separate_pages")
@@ -53,24 +53,20 @@ def run(
                     "n_c": COMPLETION,
                     "batch": batch,
                     **{f"{name}_tokens_per_s": round(batch / timing.best_us[f"{name}_us"] * 1e6) for name in SYSTEMS},
-                    **rounded(timing.best_us),
-                    **rounded(limits.rooflines_us(setting, sequences)),
                     "paper_ours_k_per_s": paper,
-                    **limits.columns,
-                    **timing.columns,
+                    **figures(setting, sequences, limits, timing),
                 }
 
 
-def panels(rows: Sequence[dict[str, Any]]) -> list[Panel]:
-    return [
-        Panel(
-            title=f"{case}, {dtype}, {threads} thread(s), n_s = {n_s}",
-            x_label="batch",
-            y_label="thousand tokens/s",
-            lines={name.replace("_", " "): points(group, "batch", f"{name}_tokens_per_s", 1e-3) for name in SYSTEMS},
-        )
-        for (case, dtype, threads, n_s), group in grouped(rows, "case", "dtype", "threads", "n_s").items()
-    ]
+def throughput_panels(rows: Sequence[dict[str, Any]]) -> list[Panel]:
+    return panels(
+        rows,
+        context="n_s",
+        x="batch",
+        x_label="batch",
+        y_label="thousand tokens/s",
+        lines={name.replace("_", " "): f"{name}_tokens_per_s" for name in SYSTEMS},
+    )
 
 
 def report(rows: Sequence[dict[str, Any]]) -> None:
@@ -103,7 +99,7 @@ def main() -> None:
     rows = collect(run(all_settings(thread_counts(args)), prompts, batches, 2 if args.quick else 7), args.json)
     if args.plot:
         title = "Figure 4: token rate over the size of the batch"
-        draw(args.plot, title, panels(rows), columns=2 if args.quick else len(prompts))
+        draw(args.plot, title, throughput_panels(rows), columns=2 if args.quick else len(prompts))
     report(rows)
 
 

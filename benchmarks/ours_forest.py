@@ -26,9 +26,9 @@ from attention_cases import (
     batch_of_runs,
     benchmark_parser,
     collect,
+    figures,
     floor_percent,
     print_table,
-    rounded,
     take_turns,
     thread_counts,
 )
@@ -104,10 +104,7 @@ def run(settings: Sequence[Setting], named: Mapping[str, Batch], repeats: int) -
                 "tokens": pairs,
                 "shared_percent": round(100 * counts["shared_rows"] / pairs),
                 "items": batch.plan(setting).num_items,
-                **rounded(timing.best_us),
-                **rounded(limits.rooflines_us(setting, batch)),
-                **limits.columns,
-                **timing.columns,
+                **figures(setting, batch, limits, timing),
             }
 
 

@@ -1,7 +1,7 @@
 """Line plots of benchmark rows; matplotlib is needed only here."""
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,33 @@ class Panel:
     x_label: str
     y_label: str
     lines: dict[str, list[tuple[float, float]]]
+
+
+def panels(
+    rows: Sequence[dict[str, Any]],
+    *,
+    context: str,
+    x: str,
+    x_label: str,
+    y_label: str,
+    lines: Mapping[str, str],
+) -> list[Panel]:
+    """One for each case, type, number of threads and context.
+
+    Args:
+        context: column of the tokens that stay the same within a panel.
+        x: column of the horizontal axis.
+        lines: the column of each line by its name; what is drawn is a thousandth of it.
+    """
+    return [
+        Panel(
+            title=f"{case}, {dtype}, {threads} thread(s), {context} = {tokens}",
+            x_label=x_label,
+            y_label=y_label,
+            lines={name: points(group, x, column, 1e-3) for name, column in lines.items()},
+        )
+        for (case, dtype, threads, tokens), group in grouped(rows, "case", "dtype", "threads", context).items()
+    ]
 
 
 def require_matplotlib(plot: Path | None) -> None:

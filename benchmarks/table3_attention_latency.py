@@ -28,14 +28,14 @@ from attention_cases import (
     all_settings,
     benchmark_parser,
     collect,
+    figures,
     floor_percent,
     one_prefix,
     print_table,
-    rounded,
     take_turns,
     thread_counts,
 )
-from plots import Panel, draw, grouped, points, require_matplotlib
+from plots import Panel, draw, panels, require_matplotlib
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
@@ -121,26 +121,19 @@ def run(
                     "n_p": n_p,
                     "n_s": n_s,
                     **dict.fromkeys(SYSTEMS),
-                    **rounded(timing.best_us),
-                    **rounded(limits.rooflines_us(setting, sequences)),
-                    **limits.columns,
-                    **timing.columns,
+                    **figures(setting, sequences, limits, timing),
                 }
 
 
-def panels(rows: Sequence[dict[str, Any]]) -> list[Panel]:
-    return [
-        Panel(
-            title=f"{case}, {dtype}, {threads} thread(s), n_p = {n_p}",
-            x_label="shared tokens, n_s",
-            y_label="ms per step",
-            lines={
-                name.removesuffix("_us").replace("_", " "): points(group, "n_s", name, 1e-3)
-                for name in (*SYSTEMS, "roofline_us")
-            },
-        )
-        for (case, dtype, threads, n_p), group in grouped(rows, "case", "dtype", "threads", "n_p").items()
-    ]
+def latency_panels(rows: Sequence[dict[str, Any]]) -> list[Panel]:
+    return panels(
+        rows,
+        context="n_p",
+        x="n_s",
+        x_label="shared tokens, n_s",
+        y_label="ms per step",
+        lines={name.removesuffix("_us").replace("_", " "): name for name in (*SYSTEMS, "roofline_us")},
+    )
 
 
 def report(rows: Sequence[dict[str, Any]]) -> None:
@@ -178,7 +171,10 @@ def main() -> None:
     rows = collect(measured, args.json)
     if args.plot:
         draw(
-            args.plot, "Table 3: latency of one decode step of attention", panels(rows), columns=2 if args.quick else 3
+            args.plot,
+            "Table 3: latency of one decode step of attention",
+            latency_panels(rows),
+            columns=2 if args.quick else 3,
         )
     report(rows)
 

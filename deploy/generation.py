@@ -21,8 +21,8 @@ from chunkserve.replica.protocol import (
     TokenEvent,
 )
 
+from .api_error import ApiError
 from .metrics import IngressMetrics
-from .openai_protocol import ApiError
 from .openai_responses import Answer, sse_event
 
 logger = logging.getLogger(__name__)

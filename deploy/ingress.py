@@ -19,16 +19,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from chunkserve.replica.protocol import ReplicaError, Request
 
+from .api_error import ApiError, bad_request
 from .config import ServeConfig
 from .generation import GenerationResponse, ReplicaClient
 from .metrics import IngressMetrics
 from .openai_protocol import (
-    ApiError,
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
     RequestLimits,
-    bad_request,
     parse_chat,
     parse_completion,
 )

@@ -1,57 +1,25 @@
-"""Request records and errors of the OpenAI API, and what turns them into our SamplingParams.
+"""Request records of the OpenAI API, and what turns them into our SamplingParams.
 
 A parameter that we do not support is refused with a 400 that names it, unless it has the value that asks for nothing.
 """
 
 import re
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
-from pydantic_core import from_json, to_json
+from pydantic import Discriminator, Field, Tag
+from pydantic_core import to_json
 
 from chunkserve.replica.protocol import GrammarSpec, SamplingParams
 
+from .api_error import bad_request, shown
 from .config import ServeConfig
+from .request_body import Record, json_object, validated, without_neutral
 
 _INT64 = 2**63
 _TOKEN_ID = re.compile(r"-?[0-9]{1,20}")
-_MAX_SHOWN_CHARS = 80
-
-
-class ApiError(Exception):
-    """A reply that is not an answer, in OpenAI's shape.
-
-    status: of HTTP, for an error before the stream opens.
-    type, param, code: as in OpenAI's error object; `param` is the field at fault.
-    """
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        type: str = "invalid_request_error",
-        param: str | None = None,
-        code: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.type = type
-        self.param = param
-        self.code = code
-        self.headers = dict(headers or {})
-
-    def body(self) -> dict[str, object]:
-        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
-
-
-def bad_request(message: str, param: str | None, code: str | None = None) -> ApiError:
-    return ApiError(400, message, param=param, code=code)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,22 +57,15 @@ class RequestLimits:
     def check_token_ids(self, token_ids: Sequence[int], param: str) -> None:
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.vocab_size:
             wrong = next(token_id for token_id in token_ids if not 0 <= token_id < self.vocab_size)
-            raise bad_request(f"{param}: token ids are from 0 to {self.vocab_size - 1}, got {_short(wrong)}", param)
+            raise bad_request(f"{param}: token ids are from 0 to {self.vocab_size - 1}, got {shown(wrong)}", param)
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-
-_R = TypeVar("_R", bound=_Record)
-
-
-class StreamOptions(_Record):
+class StreamOptions(Record):
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None
 
 
-class JsonSchema(_Record):
+class JsonSchema(Record):
     """`strict` and `name` change nothing: the schema is always followed."""
 
     name: str | None = Field(default=None, max_length=64)
@@ -113,7 +74,7 @@ class JsonSchema(_Record):
     strict: bool | None = None
 
 
-class ResponseFormat(_Record):
+class ResponseFormat(Record):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
@@ -127,7 +88,7 @@ class ResponseFormat(_Record):
         return GrammarSpec(kind="json_schema", text=to_json(schema).decode(), param="response_format")
 
 
-class StructuredOutputs(_Record):
+class StructuredOutputs(Record):
     """As vLLM has it: one of a JSON schema, a regular expression, and a list of answers."""
 
     json_: dict[str, Any] | None = Field(default=None, alias="json")
@@ -145,7 +106,7 @@ class StructuredOutputs(_Record):
         return GrammarSpec(kind="regex", text=regex, param=param)
 
 
-class GenerationRequest(_Record):
+class GenerationRequest(Record):
     """What both endpoints share. None stands for a missing parameter and for null alike.
 
     top_k, min_p, repetition_penalty, structured_outputs, ignore_eos, stop_token_ids, cache_salt: beyond the OpenAI API;
@@ -201,7 +162,7 @@ class GenerationRequest(_Record):
         if self.stream_options is not None and not self.stream:
             raise bad_request("stream_options: only allowed when stream is true", "stream_options")
         if self.choices > limits.max_choices:
-            raise bad_request(f"n: at most {limits.max_choices} (max_choices), got {_short(self.choices)}", "n")
+            raise bad_request(f"n: at most {limits.max_choices} (max_choices), got {shown(self.choices)}", "n")
         stops = self._stops()
         if len(stops) > limits.max_stop_strings:
             raise bad_request(f"stop: at most {limits.max_stop_strings} (max_stop_strings), got {len(stops)}", "stop")
@@ -220,7 +181,7 @@ class GenerationRequest(_Record):
             raise bad_request(message, "logit_bias")
         for token in bias:
             if not _TOKEN_ID.fullmatch(token):
-                raise bad_request(f"logit_bias: keys are token ids, got {_short(token)}", "logit_bias")
+                raise bad_request(f"logit_bias: keys are token ids, got {shown(token)}", "logit_bias")
         token_ids = [int(token) for token in bias]
         limits.check_token_ids(token_ids, "logit_bias")
         if len(set(token_ids)) < len(token_ids):
@@ -233,7 +194,7 @@ class GenerationRequest(_Record):
             raise bad_request(f"ignore_eos: an answer with {grammar.param} has an end", "ignore_eos")
         param, alternatives = self._alternatives()
         if alternatives is not None and alternatives > limits.max_top_logprobs:
-            message = f"{param}: at most {limits.max_top_logprobs} (max_top_logprobs), got {_short(alternatives)}"
+            message = f"{param}: at most {limits.max_top_logprobs} (max_top_logprobs), got {shown(alternatives)}"
             raise bad_request(message, param)
 
     def sampling(self, limits: RequestLimits, prompt_tokens: int, prompt_param: str) -> SamplingParams:
@@ -250,7 +211,7 @@ class GenerationRequest(_Record):
             )
         param, wanted = self._max_tokens()
         if wanted is not None and prompt_tokens + wanted > context:
-            message = f"prompt ({prompt_tokens} tokens) and {param} ({_short(wanted)}) together exceed the context"
+            message = f"prompt ({prompt_tokens} tokens) and {param} ({shown(wanted)}) together exceed the context"
             raise bad_request(
                 f"{param}: {message} of {context} tokens (max_sequence_tokens)", param, "context_length_exceeded"
             )
@@ -286,7 +247,7 @@ class GenerationRequest(_Record):
         """The field that asks for log-probabilities, and how many alternatives; None for none at all."""
 
 
-class TextPart(_Record):
+class TextPart(Record):
     type: Literal["text"]
     text: str
 
@@ -301,7 +262,7 @@ _Content = Annotated[
 ]
 
 
-class ChatMessage(_Record):
+class ChatMessage(Record):
     role: Literal["system", "developer", "user", "assistant"]
     content: _Content
 
@@ -442,14 +403,14 @@ def parse_chat(body: bytes) -> ChatRequest:
     Raises:
         ApiError: 400 that names the field at fault.
     """
-    fields = _without_neutral(_json_object(body), _NEUTRAL_CHAT)
+    fields = without_neutral(json_object(body), _NEUTRAL_CHAT)
     messages = fields.get("messages")
     if isinstance(messages, list):
         fields["messages"] = [
-            _without_neutral(message, _NEUTRAL_MESSAGE, f"messages[{at}].") if isinstance(message, dict) else message
+            without_neutral(message, _NEUTRAL_MESSAGE, f"messages[{at}].") if isinstance(message, dict) else message
             for at, message in enumerate(messages)
         ]
-    return _validated(ChatRequest, fields)
+    return validated(ChatRequest, fields)
 
 
 def parse_completion(body: bytes) -> CompletionRequest:
@@ -458,68 +419,4 @@ def parse_completion(body: bytes) -> CompletionRequest:
     Raises:
         ApiError: 400 that names the field at fault.
     """
-    return _validated(CompletionRequest, _without_neutral(_json_object(body), _NEUTRAL_COMPLETION))
-
-
-def _json_object(body: bytes) -> dict[str, Any]:
-    try:
-        # Refuses NaN and Infinity, lone surrogates, bytes that are not UTF-8, and nesting beyond 200 levels.
-        fields = from_json(body, allow_inf_nan=False)
-    except ValueError as error:
-        raise bad_request(f"the body is not valid JSON: {error}", None) from None
-    if not isinstance(fields, dict):
-        raise bad_request(f"the body should be a JSON object, got {_short(fields)}", None)
-    return fields
-
-
-def _without_neutral(
-    fields: dict[str, Any], neutral: Mapping[str, tuple[object, ...]], prefix: str = ""
-) -> dict[str, Any]:
-    kept = {}
-    for name, value in fields.items():
-        allowed = neutral.get(name)
-        if allowed is None:
-            kept[name] = value
-        elif value is not None and "*" not in allowed and not any(_same(value, one) for one in allowed):
-            message = f"{prefix}{name}: not supported by this server, got {_short(value)}"
-            raise bad_request(message, prefix + name, "unsupported_parameter")
-    return kept
-
-
-def _same(value: object, neutral: object) -> bool:
-    return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
-
-
-def _validated(record: type[_R], fields: dict[str, Any]) -> _R:
-    try:
-        return record.model_validate(fields)
-    except ValidationError as error:
-        fault = error.errors(include_url=False, include_context=False)[0]
-    param = _path(fault["loc"])
-    if fault["type"] == "missing":
-        raise bad_request(f"missing required parameter: {param}", param, "missing_required_parameter")
-    if fault["type"] == "extra_forbidden":
-        raise bad_request(f"unknown parameter: {param}", param, "unknown_parameter")
-    message = fault["msg"].replace("Input should", "should")
-    raise bad_request(f"{param}: {message}, got {_short(fault['input'])}", param)
-
-
-def _path(loc: tuple[int | str, ...]) -> str:
-    """A field's place as in `messages[0].content[1].type`; the tags of unions (#...) are no part of it."""
-    path = ""
-    for step in loc:
-        if isinstance(step, int):
-            path += f"[{step}]"
-        elif not step.startswith("#"):
-            path += f".{step}" if path else step
-    return path
-
-
-def _short(value: object) -> str:
-    """A value for an error message; long ones are cut, and containers named by their size."""
-    if isinstance(value, list) and value:
-        return f"a list of {len(value)}"
-    if isinstance(value, dict) and len(value) > 2:
-        return f"an object of {len(value)}"
-    text = repr(value[: _MAX_SHOWN_CHARS + 1] if isinstance(value, str) else value)
-    return text if len(text) <= _MAX_SHOWN_CHARS else text[:_MAX_SHOWN_CHARS] + "..."
+    return validated(CompletionRequest, without_neutral(json_object(body), _NEUTRAL_COMPLETION))

@@ -193,8 +193,9 @@ class _Feeds:
                             inbox.put(events)
         except (RayError, RayServeException) as error:
             logger.warning("feed_failed replica=%s error=%r", replica, error)
+            # Whatever the reason: what the replica says does not arrive here, so another one may do what has not begun.
             for inbox in self._inboxes_of(replica):
-                inbox.put(_replica_error(error))
+                inbox.put(ReplicaLost(str(_replica_error(error))))
         finally:
             del self._tasks[replica]
 

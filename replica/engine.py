@@ -30,7 +30,8 @@ from .sampler import Sampled
 from .scheduler import Batch, Scheduler
 from .sequence import Sequence, SequenceState
 from .step_core import Outcome, Runner, StepCore
-from .tokenizer import Detokenizer, StopStrings, Tokenizer
+from .text_stream import TextStream
+from .tokenizer import Tokenizer
 from .tree_digest import DigestChain
 from .tree_edit import Clear, Join, Leave, TreeEdit
 
@@ -73,15 +74,6 @@ class EngineConfig:
     eos_token_ids: frozenset[int] = frozenset()
     max_grammar_compile_s: float = 1.0
     plan: PlanOptions = field(default_factory=PlanOptions)
-
-
-@dataclass(slots=True, eq=False)
-class _Stream:
-    """A sequence on its way to becoming text."""
-
-    sequence: Sequence
-    detokenizer: Detokenizer
-    stop: StopStrings
 
 
 class Engine:
@@ -129,7 +121,7 @@ class Engine:
         )  # fmt: skip
         self._coming: dict[int, list[Sequence]] = {}  # by arrival of the first; their Join is on its way
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._streams: dict[str, list[_Stream]] = {}  # by request_id; unfinished choices
+        self._streams: dict[str, list[TextStream]] = {}  # by request_id; unfinished choices
         self._arrivals = 0
         self._lock = threading.Lock()
         self._num_open = 0  # unfinished sequences, those in the inbox included; guarded by the lock
@@ -337,10 +329,7 @@ class Engine:
         self._arrivals += request.n
         sequences = Sequence.begin_all(request, arrival=join.arrival, seed=seed, grammar=grammar)
         self._coming[join.arrival] = sequences
-        self._streams[request.request_id] = [
-            _Stream(sequence, Detokenizer(self._tokenizer), StopStrings(request.sampling.stop))
-            for sequence in sequences
-        ]
+        self._streams[request.request_id] = [TextStream(sequence, self._tokenizer) for sequence in sequences]
         self._edit(join)
         if self.reporter is not None:
             self.reporter.begin(request)
@@ -391,7 +380,7 @@ class Engine:
                 sequence.is_counted = True
                 self._cached_prompt_tokens += sequence.cached_tokens or 0
 
-    def _advance(self, stream: _Stream, sampled: Sampled, reason: FinishReason | None) -> TokenEvent:
+    def _advance(self, stream: TextStream, sampled: Sampled, reason: FinishReason | None) -> TokenEvent:
         """What a new token means for its stream; with a reason it is the last."""
         if sampled.token_id is None:
             failure = stream.sequence.grammar.failure if stream.sequence.grammar is not None else None
@@ -399,16 +388,16 @@ class Engine:
             return self._finish(stream, "error", error=error)
         self._generated_tokens += 1
         token_id = sampled.token_id
-        text = "" if reason == "stop" else stream.stop.add(stream.detokenizer.add(token_id))
-        reason = "stop" if stream.stop.found else reason
-        logprobs = (self._logprob(sampled),) if stream.sequence.request.sampling.logprobs is not None else ()
+        text = "" if reason == "stop" else stream.add(token_id)
+        reason = "stop" if stream.is_stopped else reason
+        logprobs = stream.logprobs(sampled)
         if reason is not None:
             return self._finish(stream, reason, text=text, token_ids=(token_id,), logprobs=logprobs)
-        return _event(stream, text=text, token_ids=(token_id,), logprobs=logprobs)
+        return stream.event(text=text, token_ids=(token_id,), logprobs=logprobs)
 
     def _finish(
         self,
-        stream: _Stream,
+        stream: TextStream,
         reason: FinishReason,
         *,
         text: str = "",
@@ -417,12 +406,10 @@ class Engine:
         error: str | None = None,
     ) -> TokenEvent:
         """End a stream: its last event, and its chunks are free for others."""
-        if not stream.stop.found:
-            text += stream.stop.add(stream.detokenizer.finish())
-            text += stream.stop.finish()
+        text += stream.rest()
         sequence = stream.sequence
         sequence.finish_reason = reason
-        event = _event(stream, text=text, token_ids=token_ids, logprobs=logprobs, finish_reason=reason, error=error)
+        event = stream.event(text=text, token_ids=token_ids, logprobs=logprobs, finish_reason=reason, error=error)
         with self._lock:
             if sequence.state is not SequenceState.FINISHED:
                 self._edit(Leave(arrival=sequence.arrival))
@@ -435,18 +422,6 @@ class Engine:
             if self.reporter is not None:
                 self.reporter.end(request_id)
         return event
-
-    def _logprob(self, sampled: Sampled) -> TokenLogprob:
-        assert sampled.token_id is not None
-        assert sampled.logprob is not None
-        top = tuple(self._token_logprob(token_id, logprob) for token_id, logprob in sampled.top)
-        return self._token_logprob(sampled.token_id, sampled.logprob, top)
-
-    def _token_logprob(self, token_id: int, logprob: float, top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
-        raw = self._tokenizer.token_bytes(token_id)
-        return TokenLogprob(
-            token_id=token_id, text=raw.decode("utf-8", "replace"), bytes_=raw, logprob=logprob, top=top
-        )
 
     def _abandon(self) -> None:
         """The loop has ended: everything unfinished gets an error event, now and for what still lies in the inbox."""
@@ -501,27 +476,4 @@ def build_tree(config: EngineConfig, reporter: RoutingReporter | None = None, *,
         retain=config.retain_prefixes,
         journal=reporter.journal if reporter is not None else None,
         audit=DigestChain() if audited else None,
-    )
-
-
-def _event(
-    stream: _Stream,
-    *,
-    text: str,
-    token_ids: tuple[int, ...],
-    logprobs: tuple[TokenLogprob, ...] = (),
-    finish_reason: FinishReason | None = None,
-    error: str | None = None,
-) -> TokenEvent:
-    sequence = stream.sequence
-    return TokenEvent(
-        choice=sequence.choice,
-        text=text,
-        token_ids=token_ids,
-        logprobs=logprobs,
-        finish_reason=finish_reason,
-        prompt_tokens=sequence.num_prompt,
-        cached_tokens=sequence.cached_tokens or 0,
-        completion_tokens=sequence.num_generated,
-        error=error,
     )

@@ -6,6 +6,7 @@ loop of the replica's actor.
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 
 from .protocol import ReplicaError, TokenEvent
@@ -22,9 +23,15 @@ class TokenFeed:
 
     def __init__(self) -> None:
         self._num_open = 0
+        self._readers = 0
         self._pending: dict[str, list[TokenEvent]] = {}
         self._changed = asyncio.Event()
         self._reads = 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody would miss it."""
+        return not (self._num_open or self._readers or self._pending)
 
     def enter(self) -> None:
         """A request begins."""
@@ -43,6 +50,15 @@ class TokenFeed:
         """Messages until no request is open; what has piled up comes in one."""
         self._reads += 1
         turn = self._reads
+        self._readers += 1
+        try:
+            async with aclosing(self._messages(turn)) as messages:
+                async for message in messages:
+                    yield message
+        finally:
+            self._readers -= 1
+
+    async def _messages(self, turn: int) -> AsyncGenerator[Message, None]:
         while True:
             self._changed.clear()
             if self._pending:
@@ -122,6 +138,14 @@ class TokenFeeds:
             if not request.unfinished:
                 request.done.set_result(None)
 
-    def read(self, reader: str) -> AsyncGenerator[Message, None]:
-        """The feed of a reader."""
-        return self._feeds.setdefault(reader, TokenFeed()).read()
+    async def read(self, reader: str) -> AsyncGenerator[Message, None]:
+        """The feed of a reader; see TokenFeed.read."""
+        feed = self._feeds.setdefault(reader, TokenFeed())
+        try:
+            async with aclosing(feed.read()) as messages:
+                async for message in messages:
+                    yield message
+        finally:
+            # A reader that is gone for good, such as an ingress that died, leaves nothing here.
+            if feed.is_idle:
+                self._feeds.pop(reader, None)

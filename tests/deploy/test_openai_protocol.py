@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from chunkserve.deploy.api_error import ApiError
 from chunkserve.deploy.config import ServeConfig
 from chunkserve.deploy.openai_protocol import (
-    ApiError,
     ChatRequest,
     CompletionRequest,
     RequestLimits,

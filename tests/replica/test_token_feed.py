@@ -104,3 +104,12 @@ async def test_a_second_reader_takes_over() -> None:
 
 async def _next(messages: AsyncGenerator[Message, None]) -> Message | None:
     return await anext(messages, None)
+
+
+async def test_a_reader_that_is_gone_leaves_nothing() -> None:
+    feeds = TokenFeeds(alive)
+    feeds.open("a", 1, "ingress")
+    feeds.deliver([("a", event(1, "stop"))])
+    feeds.close("a")
+    assert len([message async for message in feeds.read("ingress")]) == 1
+    assert not feeds._feeds
