@@ -25,7 +25,9 @@ def build_plan(
     heads_per_worker_item: int,
     min_split_tokens: int,
     fixed_split_tokens: int,
+    spare_chunks: int,
 ) -> NDArray[np.int32]: ...
+def grow_plan(*, data: NDArray[np.int32], sequences: list[int], slots: list[int]) -> bool: ...
 
 # Two-phase partition attention; addresses are those of tensors that the caller keeps alive,
 # strides count elements, and 0 stands for no window, soft-cap, slopes or sinks.

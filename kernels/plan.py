@@ -15,7 +15,7 @@ Source: ChunkAttention sections 3.2 and 3.3 (arXiv 2402.15220); path compression
 beyond it (docs/decisions.md).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Final
@@ -27,7 +27,7 @@ from . import _cpu
 
 Int32Array = NDArray[np.int32]
 
-PLAN_VERSION: Final = 1
+PLAN_VERSION: Final = 2
 PLAN_MAGIC: Final = 0x54505031  # "TPP1"; with version and header size also in csrc/plan_format.h
 PLAN_HEADER: Final = 12
 
@@ -48,6 +48,7 @@ class PlanOptions:
     min_split_tokens: no piece of a split item is shorter, in tokens.
     fixed_split_tokens: cut every item at absolute multiples of this many tokens, and share whole multiples only. The
         pieces of a row then depend on its own length alone, never on who shares the batch (deterministic mode).
+    spare_chunks: places for so many further chunks of each decoding sequence, which `AttentionPlan.grow` fills.
     """
 
     share: bool = True
@@ -56,6 +57,7 @@ class PlanOptions:
     heads_per_worker_item: int = 1
     min_split_tokens: int = 256
     fixed_split_tokens: int | None = None
+    spare_chunks: int = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -79,7 +81,8 @@ class AttentionPlan:
         write_slot, write_offset: [T] where `append` puts the token's K and V; -1 when they are in the pool already.
         row_partial_indptr: [T + 1]; row_partials: [P].
         item_q_begin, item_q_end, item_kv_begin, item_kv_len, item_partial: [I].
-        item_chunk_indptr: [I + 1] into chunk_slots: [N].
+        item_chunk_indptr: [I + 1] into chunk_slots: [N]; the first ceil(item_kv_len / C) of an item's count, the rest
+            are spare places.
         tail_items: [B] the item that holds the last key of each sequence.
     """
 
@@ -151,21 +154,31 @@ class AttentionPlan:
             tail_items=views[13],
         )
 
-    def can_grow(self) -> bool:
-        """Whether every sequence decodes one token and has room for another in its last chunk."""
-        return (
-            self.num_rows == self.num_sequences
-            and bool((self.write_offset >= 0).all())
-            and bool((self.write_offset < self.chunk_size - 1).all())
-        )
+    @property
+    def added_chunks(self) -> int:
+        """Chunks that `grow` has put into spare places."""
+        return int(self.data[9])
 
-    def grow(self) -> None:
-        """Move on by one decoded token per sequence, in place: lengths change, the structure stays (paper 3.3)."""
-        if not self.can_grow():
-            raise PlanError("plan cannot grow: a sequence's last chunk is full, or rows are not one per sequence")
-        self.row_pos[:] += 1
-        self.write_offset[:] += 1
-        self.item_kv_len[self.tail_items] += 1
+    def slots_of(self, item: int) -> Int32Array:
+        """The chunks of an item, without its spare places."""
+        begin = self.item_chunk_indptr[item]
+        return self.chunk_slots[begin : begin - (-self.item_kv_len[item] // self.chunk_size)]
+
+    def full_sequences(self) -> list[int]:
+        """Of a plan whose sequences decode one token each: those whose last chunk this step fills."""
+        return np.flatnonzero(self.write_offset == self.chunk_size - 1).tolist()
+
+    def grow(self, new_chunks: Mapping[int, int] | None = None) -> bool:
+        """Move on by one decoded token per sequence, in place: the lazy update of the paper's section 3.3.
+
+        Args:
+            new_chunks: the slot that follows, for each of the `full_sequences`.
+        Returns:
+            False, and nothing has changed, where a new plan is needed: a sequence has other than one new token or one
+            that is in the pool already, a full one has no spare place or no slot here, or its last chunk is shared.
+        """
+        chunks = new_chunks or {}
+        return _cpu.grow_plan(data=self.data, sequences=list(chunks), slots=list(chunks.values()))
 
     def validate(self, num_slots: int) -> None:
         """Check the invariants above; linear in rows x items per row.
@@ -183,11 +196,11 @@ class AttentionPlan:
             raise PlanError(f"chunk_slots leave the pool of {num_slots} slots: {self.chunk_slots.max()}")
         if t and self.write_slot.max() >= num_slots:
             raise PlanError(f"write_slot {self.write_slot.max()} leaves the pool of {num_slots} slots")
-        num_chunks = np.diff(self.item_chunk_indptr)
+        places = np.diff(self.item_chunk_indptr)
         if (self.item_kv_begin % c).any():
             raise PlanError("an item does not begin at a chunk border")
-        if (num_chunks != -(-self.item_kv_len // c)).any():
-            raise PlanError("an item's number of chunks and its number of keys disagree")
+        if (places < -(-self.item_kv_len // c)).any():
+            raise PlanError("an item has more keys than places for chunks")
 
         # The items of each row must tile [0, row_pos + 1) and more than that only past the row's own position.
         reach = np.zeros(t, np.int64)
@@ -261,6 +274,7 @@ def build_plan(
             heads_per_worker_item=options.heads_per_worker_item,
             min_split_tokens=options.min_split_tokens,
             fixed_split_tokens=options.fixed_split_tokens or 0,
+            spare_chunks=options.spare_chunks,
         )
     except ValueError as error:
         raise PlanError(str(error)) from error

@@ -79,7 +79,13 @@ def build_plan_in_python(
             if item.kv_begin + item.kv_len == lens[i]:
                 tail_items[i] = k
 
-    chunk_slots = [paths[item.seq][item.kv_begin // c : -(-(item.kv_begin + item.kv_len) // c)] for item in items]
+    chunk_slots = []
+    for item in items:
+        end = item.kv_begin + item.kv_len
+        slots = paths[item.seq][item.kv_begin // c : -(-end // c)]
+        # Places for chunks to come: where one row alone reads the last keys of a sequence, and all sequences decode.
+        grows = t == b and item.q_end - item.q_begin == 1 and end == lens[item.seq]
+        chunk_slots.append(np.append(slots, np.repeat(slots[-1:], options.spare_chunks)) if grows else slots)
     chunk_indptr = np.zeros(len(items) + 1, np.int64)
     np.cumsum([len(s) for s in chunk_slots], out=chunk_indptr[1:])
     header = np.zeros(PLAN_HEADER, np.int64)

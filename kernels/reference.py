@@ -157,7 +157,7 @@ class ReferenceBackend:
         parts: list[list[Partial]] = [[] for _ in range(plan.num_rows)]
         for item in plan.item_kv_begin.argsort(kind="stable").tolist():
             begin, end = int(plan.item_q_begin[item]), int(plan.item_q_end[item])
-            slots = plan.chunk_slots[plan.item_chunk_indptr[item] : plan.item_chunk_indptr[item + 1]]
+            slots = plan.slots_of(item)
             keys = torch.arange(int(plan.item_kv_len[item]), device=q.device) + int(plan.item_kv_begin[item])
             distance = keys - row_pos[begin:end, None]  # [R, kv_len]
             part = _attend_item(q[begin:end], kv, slots, distance, scale=scale, alibi_slopes=alibi_slopes)

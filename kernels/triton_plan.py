@@ -52,8 +52,8 @@ def tasks_of(plan: AttentionPlan, class_rows: Sequence[int], group: int) -> list
 class StagedPlan:
     """The plan that a device holds now.
 
-    A plan is recognised by identity, and `AttentionPlan.grow` by the position of its first row: these are the only
-    ways in which a plan may change once it was staged.
+    A plan is recognised by identity, and `AttentionPlan.grow` by the position of its first row and by the chunks that
+    were added: these are the only ways in which a plan may change once it was staged.
     """
 
     def __init__(self, device: torch.device, class_rows: Sequence[int], group: int) -> None:
@@ -65,7 +65,7 @@ class StagedPlan:
         self._group = group
         self.frozen = False
         self._plan: AttentionPlan | None = None
-        self._first_pos = 0
+        self._first_pos = self._added_chunks = 0
 
     def freeze(self) -> None:
         """A CUDA graph holds the address of the array from now on."""
@@ -97,11 +97,11 @@ class StagedPlan:
             return
         if self.array.is_cuda and torch.cuda.is_current_stream_capturing():
             raise BackendError("a CUDA graph is being captured and the plan is not on the device: stage it before")
-        if plan is self._plan and first_pos > self._first_pos:
+        if plan is self._plan and first_pos > self._first_pos and plan.added_chunks == self._added_chunks:
             kernels.grow_kernel[(1,)](self.array, first_pos - self._first_pos, BLOCK=256)
         else:
             self._copy(plan)
-        self._plan, self._first_pos = plan, first_pos
+        self._plan, self._first_pos, self._added_chunks = plan, first_pos, plan.added_chunks
 
     def _copy(self, plan: AttentionPlan) -> None:
         tasks = tasks_of(plan, self._class_rows, self._group)

@@ -89,7 +89,7 @@ class FakeModelRunner:
 
     def _check_keys(self, batch: Batch, plan: AttentionPlan, wanted: list[np.ndarray]) -> None:
         for item in range(plan.num_items):
-            chunks = plan.chunk_slots[plan.item_chunk_indptr[item] : plan.item_chunk_indptr[item + 1]]
+            chunks = plan.slots_of(item)
             begin, length = int(plan.item_kv_begin[item]), int(plan.item_kv_len[item])
             keys = self._memory[chunks].reshape(-1)[:length]
             first = int(np.searchsorted(plan.seq_q_indptr, plan.item_q_begin[item], side="right")) - 1

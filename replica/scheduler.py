@@ -168,8 +168,7 @@ class Scheduler:
                     break
             else:
                 if self.tree.append(sequence.path, sequence.token_ids[-1]):
-                    sequence.path_changed()
-                    self._changed = True
+                    sequence.path_grew()
 
     def _rows_in_tree(self, sequence: Sequence) -> int:
         return (len(sequence.path) - 1) * self.tree.chunk_size + len(sequence.path[-1].tokens)

@@ -96,6 +96,10 @@ class Sequence:
     def path_changed(self) -> None:
         self._slots = np.fromiter((node.slot for node in self.path), np.int32, len(self.path))
 
+    def path_grew(self) -> None:
+        """The path has one chunk more."""
+        self._slots = np.append(self._slots, np.int32(self.path[-1].slot))
+
     def exit(self, state: SequenceState) -> None:
         """The sequence has left the tree."""
         self.state = state

@@ -1,6 +1,7 @@
 // build_plan of plan.py in C++: the same arrays, number by number. The Python twin, plan_builder.py, is its oracle.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -17,6 +18,7 @@ using namespace nb::literals;
 namespace chunkserve {
 namespace {
 
+using Plan = nb::ndarray<std::int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Path = nb::ndarray<const std::int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Lengths = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using i64 = std::int64_t;
@@ -32,6 +34,7 @@ struct Builder {
   i64 c;
   bool share;
   i64 min_saved_tokens, num_workers, heads_per_worker_item, min_split_tokens, fixed_split_tokens;  // fixed: 0 for none
+  i64 spare_chunks;
 
   i64 num_sequences = 0, num_rows = 0;
   std::vector<i64> q_indptr;
@@ -137,6 +140,12 @@ struct Builder {
     items = std::move(pieces);
   }
 
+  // Places for chunks to come: where one row alone reads the last keys of a sequence, and all sequences decode.
+  i64 spare_of(const Item& item) const {
+    const bool tail = item.q_end - item.q_begin == 1 && item.kv_begin + item.kv_len == lens[item.seq];
+    return tail && num_rows == num_sequences ? spare_chunks : 0;
+  }
+
   std::vector<std::int32_t> write() const {
     const i64 num_items = static_cast<i64>(items.size());
     std::vector<i64> items_per_row(num_rows, 0), item_partial(num_items, -1), partial_indptr(num_rows + 1, 0);
@@ -146,7 +155,7 @@ struct Builder {
     i64 num_partials = 0, num_chunks = 0;
     for (i64 k = 0; k < num_items; ++k) {
       const Item& item = items[k];
-      num_chunks += (item.kv_len + c - 1) / c;
+      num_chunks += (item.kv_len + c - 1) / c + spare_of(item);
       const auto first = items_per_row.begin();
       if (std::any_of(first + item.q_begin, first + item.q_end, [](i64 n) { return n > 1; })) {
         item_partial[k] = num_partials;
@@ -205,6 +214,9 @@ struct Builder {
       const i64 count = (item.kv_len + c - 1) / c;
       std::copy_n(paths[item.seq].data() + item.kv_begin / c, count, chunk_slots + chunk);
       chunk += count;
+      const i64 spare = spare_of(item);
+      std::fill_n(chunk_slots + chunk, spare, chunk_slots[chunk - 1]);
+      chunk += spare;
       chunk_indptr[k + 1] = static_cast<std::int32_t>(chunk);
       const auto first = std::upper_bound(q_indptr.begin(), q_indptr.end(), item.q_begin) - q_indptr.begin() - 1;
       for (i64 i = first; i < num_sequences && q_indptr[i] < item.q_end; ++i) {
@@ -234,7 +246,8 @@ nb::ndarray<nb::numpy, std::int32_t, nb::ndim<1>> build_plan(const nb::list& pat
                                                              const Lengths& q_lens, const Lengths& kv_present,
                                                              i64 chunk_size, bool share, i64 min_saved_tokens,
                                                              i64 num_workers, i64 heads_per_worker_item,
-                                                             i64 min_split_tokens, i64 fixed_split_tokens) {
+                                                             i64 min_split_tokens, i64 fixed_split_tokens,
+                                                             i64 spare_chunks) {
   Builder builder{};
   builder.paths.reserve(paths.size());
   for (const nb::handle path : paths) builder.paths.push_back(nb::cast<Path>(path));
@@ -242,6 +255,7 @@ nb::ndarray<nb::numpy, std::int32_t, nb::ndim<1>> build_plan(const nb::list& pat
   builder.c = chunk_size, builder.share = share, builder.min_saved_tokens = min_saved_tokens;
   builder.num_workers = num_workers, builder.heads_per_worker_item = heads_per_worker_item;
   builder.min_split_tokens = min_split_tokens, builder.fixed_split_tokens = fixed_split_tokens;
+  builder.spare_chunks = spare_chunks;
   builder.check();
   builder.cut_segments();
   builder.split_segments();
@@ -250,12 +264,69 @@ nb::ndarray<nb::numpy, std::int32_t, nb::ndim<1>> build_plan(const nb::list& pat
   return {data->data(), {data->size()}, owner};
 }
 
+// AttentionPlan.grow of plan.py: all of it is checked before any of it is changed.
+bool grow_plan(const Plan& data, const std::vector<i64>& sequences, const std::vector<std::int32_t>& slots) {
+  std::int32_t* p = data.data();
+  const std::int32_t c = p[2], num_sequences = p[3], num_rows = p[4], num_items = p[5], num_partials = p[7];
+  const std::int32_t num_chunks = p[6], fixed_split_tokens = p[8];
+  std::int32_t& added_chunks = p[9];
+  if (num_rows != num_sequences) return false;
+  p += kPlanHeader;
+  const auto take = [&p](i64 count) {
+    std::int32_t* const begin = p;
+    p += count;
+    return begin;
+  };
+  take(num_sequences + 1);
+  std::int32_t* const row_pos = take(num_rows);
+  std::int32_t* const write_slot = take(num_rows);
+  std::int32_t* const write_offset = take(num_rows);
+  take(num_rows + 1 + num_partials);
+  const std::int32_t* const item_q_begin = take(num_items);
+  const std::int32_t* const item_q_end = take(num_items);
+  const std::int32_t* const item_kv_begin = take(num_items);
+  std::int32_t* const item_kv_len = take(num_items);
+  take(num_items);
+  const std::int32_t* const chunk_indptr = take(num_items + 1);
+  std::int32_t* const chunk_slots = take(num_chunks);
+  const std::int32_t* const tail_items = take(num_sequences);
+
+  i64 full = 0;
+  for (i64 i = 0; i < num_rows; ++i) {
+    if (write_offset[i] < 0) return false;
+    full += write_offset[i] == c - 1;
+  }
+  if (full != static_cast<i64>(sequences.size()) || slots.size() != sequences.size()) return false;
+  for (const i64 i : sequences) {
+    if (i < 0 || i >= num_rows || write_offset[i] != c - 1) return false;
+    const std::int32_t item = tail_items[i], room = (chunk_indptr[item + 1] - chunk_indptr[item]) * c;
+    const bool at_cut = fixed_split_tokens > 0 && (item_kv_begin[item] + item_kv_len[item]) % fixed_split_tokens == 0;
+    if (item_q_end[item] - item_q_begin[item] != 1 || item_kv_len[item] >= room || at_cut) return false;
+  }
+
+  for (std::size_t n = 0; n < sequences.size(); ++n) {
+    const i64 i = sequences[n];
+    const std::int32_t item = tail_items[i];
+    chunk_slots[chunk_indptr[item] + item_kv_len[item] / c] = slots[n];
+    write_slot[i] = slots[n];
+    write_offset[i] = -1;
+  }
+  for (i64 i = 0; i < num_rows; ++i) {
+    ++row_pos[i];
+    ++write_offset[i];
+    ++item_kv_len[tail_items[i]];
+  }
+  added_chunks += static_cast<std::int32_t>(sequences.size());
+  return true;
+}
+
 }  // namespace
 
 void register_plan(nb::module_& m) {
   m.def("build_plan", &build_plan, "paths"_a, "kv_lens"_a, "q_lens"_a, "kv_present"_a, "chunk_size"_a, "share"_a,
         "min_saved_tokens"_a, "num_workers"_a, "heads_per_worker_item"_a, "min_split_tokens"_a,
-        "fixed_split_tokens"_a);
+        "fixed_split_tokens"_a, "spare_chunks"_a);
+  m.def("grow_plan", &grow_plan, "data"_a, "sequences"_a, "slots"_a);
 }
 
 }  // namespace chunkserve

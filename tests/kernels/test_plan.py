@@ -56,7 +56,7 @@ def _keys_of_rows(plan: AttentionPlan) -> list[list[int]]:
     """Slot * C + offset of the keys that each row sees, in order of position; counted from the items alone."""
     seen: list[dict[int, int]] = [{} for _ in range(plan.num_rows)]
     for i in range(plan.num_items):
-        slots = plan.chunk_slots[plan.item_chunk_indptr[i] : plan.item_chunk_indptr[i + 1]]
+        slots = plan.slots_of(i)
         for row in range(plan.item_q_begin[i], plan.item_q_end[i]):
             for key in range(plan.item_kv_len[i]):
                 position = int(plan.item_kv_begin[i]) + key
@@ -104,20 +104,64 @@ def _borders(plan: AttentionPlan, row: int) -> list[tuple[int, int]]:
     return [(begin, min(length, visible - begin)) for begin, length in pieces if begin < visible]
 
 
-@settings(max_examples=60, deadline=None)
-@given(cases())
-def test_a_grown_plan_is_the_plan_of_the_longer_sequences(case: Case):
-    case = Case(**{**_fields(case), "q_lens": [1] * len(case.paths)})
-    plan = case.plan()
-    if not plan.can_grow():
-        with pytest.raises(PlanError, match="cannot grow"):
-            plan.grow()
-        return
-    plan.grow()
-    longer = Case(**{**_fields(case), "kv_lens": [n + 1 for n in case.kv_lens]})
-    plan.validate(case.num_slots)
-    assert _keys_of_rows(plan) == _keys_of_rows(longer.plan())
-    assert plan.write_offset.tolist() == longer.plan().write_offset.tolist()
+@settings(max_examples=100, deadline=None)
+@given(cases(), OPTIONS, st.integers(1, 80))
+def test_a_grown_plan_is_the_plan_of_the_longer_sequences(case: Case, options: PlanOptions, steps: int):
+    room = steps // 16 + 2
+    # A sequence owns what it will write; the pool grows by that.
+    paths = [
+        np.append(path[: -(-n // 16)], np.arange(room, dtype=np.int32) + case.num_slots + room * i)
+        for i, (path, n) in enumerate(zip(case.paths, case.kv_lens, strict=True))
+    ]
+    slots = case.num_slots + room * len(paths)
+    case = Case(**{**_fields(case), "paths": paths, "q_lens": [1] * len(paths), "num_slots": slots})
+    plan = case.plan(options)
+    for _ in range(steps):
+        case = Case(**{**_fields(case), "kv_lens": [n + 1 for n in case.kv_lens]})
+        before = plan.data.copy()
+        if not plan.grow({i: int(paths[i][(case.kv_lens[i] - 1) // 16]) for i in plan.full_sequences()}):
+            assert np.array_equal(plan.data, before)
+            assert (plan.write_offset == 15).any()
+            plan = case.plan(options)
+        plan.validate(slots)
+        new = case.plan(options)
+        assert _keys_of_rows(plan) == _keys_of_rows(new)
+        assert plan.row_pos.tolist() == new.row_pos.tolist()
+        assert plan.write_slot.tolist() == new.write_slot.tolist()
+        assert plan.write_offset.tolist() == new.write_offset.tolist()
+
+
+def test_a_plan_grows_over_chunk_borders_until_its_spare_places_are_used():
+    path = np.array([7, 3, 5, 1], np.int32)
+    arguments = {"paths": [path], "q_lens": [1], "chunk_size": 16}
+    plan = build_plan(kv_lens=[16], kv_present=[15], options=PlanOptions(spare_chunks=2), **arguments)
+    for length in range(17, 49):
+        assert plan.grow({i: int(path[(length - 1) // 16]) for i in plan.full_sequences()})
+    assert plan.slots_of(0).tolist() == [7, 3, 5]
+    assert plan.added_chunks == 2
+    assert not plan.grow({0: 1})
+
+
+def test_a_plan_does_not_grow_past_a_fixed_split():
+    options = PlanOptions(fixed_split_tokens=32)
+    plan = build_plan(
+        paths=[np.array([7, 3, 5], np.int32)], kv_lens=[16], q_lens=[1], kv_present=[15], chunk_size=16, options=options
+    )
+    assert plan.grow({0: 3})
+    while not plan.full_sequences():
+        assert plan.grow()
+    assert plan.row_pos.tolist() == [31]
+    assert not plan.grow({0: 5})
+
+
+def test_a_plan_whose_last_chunk_is_shared_does_not_grow():
+    plan = tree_case([(1, 2)], [0, 0], chunk_size=16).plan(PlanOptions(min_saved_tokens=1))
+    assert not plan.grow({0: 0, 1: 1})
+
+
+@pytest.mark.parametrize("q_len", [2, 17])
+def test_a_plan_of_prompts_does_not_grow(q_len: int):
+    assert not tree_case([], [40], q_len, chunk_size=16).plan().grow()
 
 
 def _fields(case: Case) -> dict[str, object]:
@@ -158,7 +202,7 @@ def test_write_positions_around_a_chunk_border(length: int):
     plan = build_plan(paths=[path], kv_lens=[length], q_lens=[1], kv_present=[length - 1], chunk_size=16)
     assert plan.write_slot.tolist() == [path[(length - 1) // 16]]
     assert plan.write_offset.tolist() == [(length - 1) % 16]
-    assert plan.can_grow() == (length % 16 != 0)
+    assert plan.grow() == (length % 16 != 0)
 
 
 def test_long_items_are_split_for_all_workers():

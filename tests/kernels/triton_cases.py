@@ -289,12 +289,14 @@ def test_a_copied_chunk_reads_alike():
 @pytest.mark.parametrize("other_plan_between", [False, True])
 def test_a_grown_plan_is_followed(other_plan_between: bool):
     problem = _problem(heads=(2, 1))
-    case = tree_case([(1, 2)], [3, 7, 11], chunk_size=16)
+    case = tree_case([(1, 2)], [3, 7, 15], chunk_size=16)
+    (free, _) = set(range(case.num_slots)) - set(np.concatenate(case.paths).tolist())
+    case.paths[2] = np.append(case.paths[2], np.int32(free))
     backend, kv, q = _filled(problem, case)
     plan = case.plan()
     attend(q, kv, plan)
-    for _ in range(2):
-        plan.grow()
+    for new_chunks in ({}, {2: free}, {}):
+        assert plan.grow(new_chunks)
         k, v = (torch.randn(3, 1, 32, device=DEVICE) for _ in range(2))
         backend.append(kv, k, v, plan)
         case = dataclasses.replace(case, kv_lens=[n + 1 for n in case.kv_lens])
