@@ -30,7 +30,7 @@ def build_plan(
 def grow_plan(*, data: NDArray[np.int32], sequences: list[int], slots: list[int]) -> bool: ...
 
 # Two-phase partition attention; addresses are those of tensors that the caller keeps alive,
-# strides count elements, and 0 stands for no window, soft-cap, slopes or sinks.
+# strides count elements, and 0 stands for no window, soft-cap, slopes, sinks or scales.
 def attend(
     *,
     q_dtype: str,
@@ -45,6 +45,8 @@ def attend(
     q_head_stride: int,
     k: int,
     v: int,
+    k_scale: int,
+    v_scale: int,
     out: int,
     scale: float,
     window: int,
@@ -56,6 +58,7 @@ def attend(
 def append(
     *,
     dtype: str,
+    new_dtype: str,
     num_kv_heads: int,
     head_dim: int,
     num_slots: int,
@@ -68,6 +71,8 @@ def append(
     rows: int,
     k_tiles: int,
     v_tiles: int,
+    k_scale: int,
+    v_scale: int,
     plan: NDArray[Any],
 ) -> None: ...
 def copy_rows(

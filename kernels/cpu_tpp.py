@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import _cpu
-from .dispatch import AttentionProblem, BackendError, LayerKV, check_append, check_attend, check_slot
+from .dispatch import FP8, AttentionProblem, BackendError, LayerKV, check_append, check_attend, check_slot
 from .plan import AttentionPlan, PlanError
 
 # PlanOptions.min_saved_tokens for this backend: a run of one chunk pays from four sequences on, a run of two sequences
@@ -17,6 +17,7 @@ from .plan import AttentionPlan, PlanError
 MIN_SAVED_TOKENS = 160
 
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+_KV_DTYPES = {**_DTYPES, FP8: "float8_e4m3fn"}
 
 
 class CpuBackend:
@@ -28,8 +29,8 @@ class CpuBackend:
     def reject(self, problem: AttentionProblem) -> str | None:
         if problem.device != "cpu":
             return f"device is {problem.device}"
-        if problem.dtype not in _DTYPES or problem.kv_dtype not in _DTYPES:
-            return f"dtypes {problem.dtype} and {problem.kv_dtype} are not among float32, bfloat16, float16"
+        if problem.dtype not in _DTYPES or problem.kv_dtype not in _KV_DTYPES:
+            return f"dtypes {problem.dtype} and {problem.kv_dtype} are not among {', '.join(_KV_DTYPES.values())}"
         if problem.head_dim % 8 or not 8 <= problem.head_dim <= 256:
             return f"head_dim {problem.head_dim} is no multiple of 8 up to 256"
         if problem.chunk_size % 16 or not 16 <= problem.chunk_size <= 256:
@@ -41,16 +42,20 @@ class CpuBackend:
         k, v = (torch.empty(shape, dtype=problem.kv_dtype) for _ in range(2))
         for tiles in (k, v):
             _cpu.advise_large_pages(tiles.data_ptr(), tiles.nbytes)
-        return LayerKV(k=k, v=v, problem=problem, num_slots=num_slots, backend=self.name)
+        return LayerKV(
+            k=k, v=v, problem=problem, num_slots=num_slots, backend=self.name, **problem.scale_tensors(num_slots)
+        )
 
     def append(self, kv: LayerKV, k: Tensor, v: Tensor, plan: AttentionPlan) -> None:
         check_append(k, v, kv, plan)
         k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
+        p = kv.problem
         try:
             _cpu.append(
-                dtype=_DTYPES[kv.problem.kv_dtype],
-                num_kv_heads=kv.problem.num_kv_heads,
-                head_dim=kv.problem.head_dim,
+                dtype=_KV_DTYPES[p.kv_dtype],
+                new_dtype=_KV_DTYPES[p.new_kv_dtype],
+                num_kv_heads=p.num_kv_heads,
+                head_dim=p.head_dim,
                 num_slots=kv.num_slots,
                 k=k.data_ptr(),
                 k_token_stride=k.stride(0),
@@ -61,6 +66,8 @@ class CpuBackend:
                 rows=len(k),
                 k_tiles=kv.k.data_ptr(),
                 v_tiles=kv.v.data_ptr(),
+                k_scale=_address(kv.k_scale),
+                v_scale=_address(kv.v_scale),
                 plan=plan.data,
             )
         except ValueError as error:
@@ -73,7 +80,7 @@ class CpuBackend:
         if not 0 <= num_rows <= p.chunk_size:
             raise BackendError(f"cannot copy {num_rows} rows of a chunk of {p.chunk_size} (chunk_size)")
         _cpu.copy_rows(
-            dtype=_DTYPES[p.kv_dtype],
+            dtype=_KV_DTYPES[p.kv_dtype],
             num_kv_heads=p.num_kv_heads,
             head_dim=p.head_dim,
             chunk_size=p.chunk_size,
@@ -83,13 +90,14 @@ class CpuBackend:
             dst_slot=dst_slot,
             num_rows=num_rows,
         )
+        kv.copy_scales(src_slot, dst_slot)
 
     def read_chunk(self, kv: LayerKV, slot: int) -> tuple[Tensor, Tensor]:
         check_slot(kv, slot)
         p = kv.problem
         k, v = (torch.empty(p.chunk_size, p.num_kv_heads, p.head_dim, dtype=p.kv_dtype) for _ in range(2))
         _cpu.read_chunk(
-            dtype=_DTYPES[p.kv_dtype],
+            dtype=_KV_DTYPES[p.kv_dtype],
             num_kv_heads=p.num_kv_heads,
             head_dim=p.head_dim,
             chunk_size=p.chunk_size,
@@ -99,6 +107,8 @@ class CpuBackend:
             k=k.data_ptr(),
             v=v.data_ptr(),
         )
+        if kv.k_scale is not None and kv.v_scale is not None:
+            return k.float() * kv.k_scale[slot, :, None], v.float() * kv.v_scale[slot, :, None]
         return k, v
 
     def attend(
@@ -125,7 +135,7 @@ class CpuBackend:
         try:
             _cpu.attend(
                 q_dtype=_DTYPES[p.dtype],
-                kv_dtype=_DTYPES[p.kv_dtype],
+                kv_dtype=_KV_DTYPES[p.kv_dtype],
                 num_heads=p.num_heads,
                 num_kv_heads=p.num_kv_heads,
                 head_dim=p.head_dim,
@@ -136,14 +146,20 @@ class CpuBackend:
                 q_head_stride=q.stride(1),
                 k=kv.k.data_ptr(),
                 v=kv.v.data_ptr(),
+                k_scale=_address(kv.k_scale),
+                v_scale=_address(kv.v_scale),
                 out=out.data_ptr(),
                 scale=scale,
                 window=p.window or 0,
                 softcap=p.softcap or 0.0,
-                alibi_slopes=0 if alibi_slopes is None else alibi_slopes.data_ptr(),
-                sinks=0 if sinks is None else sinks.data_ptr(),
+                alibi_slopes=_address(alibi_slopes),
+                sinks=_address(sinks),
                 plan=plan.data,
             )
         except ValueError as error:
             raise PlanError(str(error)) from error
         return out
+
+
+def _address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()

@@ -26,6 +26,9 @@ _TABLE: Final = (
 )
 
 
+FP8: Final = torch.float8_e4m3fn
+
+
 class BackendError(ValueError):
     """No backend fits, or tensors do not fit the problem that a backend was chosen for."""
 
@@ -37,7 +40,7 @@ class AttentionProblem:
     Attributes:
         device: "cpu" or "cuda".
         dtype: of q and of the result.
-        kv_dtype: of K and V in the pool.
+        kv_dtype: of K and V in the pool; FP8 has a scale for each slot and KV head.
         num_heads: H, query heads; query head h uses KV head h // (H // G).
         num_kv_heads: G.
         head_dim: D.
@@ -71,16 +74,46 @@ class AttentionProblem:
         """Query heads per KV head."""
         return self.num_heads // self.num_kv_heads
 
+    @property
+    def new_kv_dtype(self) -> torch.dtype:
+        """Of K and V as `append` takes them."""
+        return self.dtype if self.kv_dtype == FP8 else self.kv_dtype
+
+    def scale_tensors(self, num_slots: int) -> dict[str, Tensor]:
+        """Memory for the scales of a layer's K and V, [S, G] fp32 each; none but for FP8."""
+        if self.kv_dtype != FP8:
+            return {}
+        shape = (num_slots, self.num_kv_heads)
+        return {name: torch.empty(shape, dtype=torch.float32, device=self.device) for name in ("k_scale", "v_scale")}
+
+    def bytes_per_slot(self) -> int:
+        """K and V of a chunk of one layer, with their scales."""
+        values = 2 * self.num_kv_heads * self.chunk_size * self.head_dim * self.kv_dtype.itemsize
+        return values + (2 * self.num_kv_heads * 4 if self.kv_dtype == FP8 else 0)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerKV:
-    """K and V of one layer for all slots of a pool, in the layout of the backend that allocated them."""
+    """K and V of one layer for all slots of a pool, in the layout of the backend that allocated them.
+
+    In an FP8 pool a value is its e4m3 number times the scale of its slot and KV head (k_scale, v_scale: [S, G] fp32).
+    The scale is set by the chunk's first token, as the power of two that brings its largest value to [2, 4), and stays:
+    the chunk's bits then depend on its own tokens alone, however they came in. Later values saturate at 448 scales.
+    """
 
     k: Tensor
     v: Tensor
     problem: AttentionProblem
     num_slots: int
     backend: str
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+    def copy_scales(self, src_slot: int, dst_slot: int) -> None:
+        """What `copy_rows` does beside the rows."""
+        for scales in (self.k_scale, self.v_scale):
+            if scales is not None:
+                scales[dst_slot] = scales[src_slot]
 
 
 class Backend(Protocol):
@@ -103,7 +136,11 @@ class Backend(Protocol):
         ...
 
     def append(self, kv: LayerKV, k: Tensor, v: Tensor, plan: AttentionPlan) -> None:
-        """Write k and v, [T, G, D] of the KV dtype, where the plan's write_slot and write_offset say; not where -1."""
+        """Write k and v where the plan's write_slot and write_offset say; not where -1.
+
+        Args:
+            k, v: [T, G, D] of `AttentionProblem.new_kv_dtype`.
+        """
         ...
 
     def copy_rows(self, kv: LayerKV, src_slot: int, dst_slot: int, num_rows: int) -> None:
@@ -111,7 +148,7 @@ class Backend(Protocol):
         ...
 
     def read_chunk(self, kv: LayerKV, slot: int) -> tuple[Tensor, Tensor]:
-        """K and V of a slot as [C, G, D]; for tests."""
+        """K and V of a slot as [C, G, D], of an FP8 pool in fp32 with the scales applied; for tests."""
         ...
 
     def attend(
@@ -203,8 +240,8 @@ def check_append(k: Tensor, v: Tensor, kv: LayerKV, plan: AttentionPlan) -> None
     for name, x in (("k", k), ("v", v)):
         if x.dim() != 3 or x.shape[1:] != (p.num_kv_heads, p.head_dim):
             raise BackendError(f"{name} is {tuple(x.shape)}, expected [T, {p.num_kv_heads}, {p.head_dim}]")
-        if x.dtype != p.kv_dtype or x.device.type != p.device:
-            raise BackendError(f"{name} is {x.dtype} on {x.device.type}, the pool {p.kv_dtype} on {p.device}")
+        if x.dtype != p.new_kv_dtype or x.device.type != p.device:
+            raise BackendError(f"{name} is {x.dtype} on {x.device.type}, the pool takes {p.new_kv_dtype} on {p.device}")
         if len(x) != plan.num_rows:
             raise PlanError(f"{name} has {len(x)} rows, the plan has {plan.num_rows}")
     if plan.chunk_size != p.chunk_size:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from .dispatch import (
+    FP8,
     AttentionProblem,
     Backend,
     LayerKV,
@@ -105,6 +106,21 @@ def oracle(
     return torch.cat(out) if out else q.double()
 
 
+def first_token_scale(new: Tensor) -> Tensor:
+    """Scales of FP8 chunks (see LayerKV) from their first tokens, [N, G, D] -> [N, G] fp32."""
+    top = new.float().abs().amax(dim=-1)
+    exponent = torch.frexp(torch.where(top == 0, 1.0, top)).exponent - 2  # frexp's mantissas are in [0.5, 1)
+    return torch.ldexp(torch.ones_like(top), exponent.clamp(-100, 100))
+
+
+def read_plain_chunk(kv: LayerKV, slot: int) -> tuple[Tensor, Tensor]:
+    """`Backend.read_chunk` where tiles are [S, G, C, D]."""
+    k, v = kv.k[slot].transpose(0, 1).clone(), kv.v[slot].transpose(0, 1).clone()
+    if kv.k_scale is not None and kv.v_scale is not None:
+        return k.float() * kv.k_scale[slot, :, None], v.float() * kv.v_scale[slot, :, None]
+    return k, v
+
+
 class ReferenceBackend:
     """Runs the items one by one in torch. Tiles are [S, G, C, D]."""
 
@@ -116,31 +132,41 @@ class ReferenceBackend:
             return f"device {problem.device} is neither cpu nor cuda"
         if problem.device == "cuda" and not torch.cuda.is_available():
             return "torch finds no CUDA device"
-        if problem.kv_dtype not in TOLERANCE or problem.dtype not in TOLERANCE:
-            return f"dtypes {problem.dtype} and {problem.kv_dtype} are not among float32, float16, bfloat16"
+        if problem.kv_dtype not in (*TOLERANCE, FP8) or problem.dtype not in TOLERANCE:
+            return (
+                f"dtypes {problem.dtype} and {problem.kv_dtype} are not among float32, float16, bfloat16, float8_e4m3fn"
+            )
         return None
 
     def allocate(self, problem: AttentionProblem, num_slots: int) -> LayerKV:
         shape = (num_slots, problem.num_kv_heads, problem.chunk_size, problem.head_dim)
         k, v = (torch.empty(shape, dtype=problem.kv_dtype, device=problem.device) for _ in range(2))
-        return LayerKV(k=k, v=v, problem=problem, num_slots=num_slots, backend=self.name)
+        return LayerKV(
+            k=k, v=v, problem=problem, num_slots=num_slots, backend=self.name, **problem.scale_tensors(num_slots)
+        )
 
     def append(self, kv: LayerKV, k: Tensor, v: Tensor, plan: AttentionPlan) -> None:
         check_append(k, v, kv, plan)
         slot, offset = (torch.from_numpy(x).long().to(k.device) for x in (plan.write_slot, plan.write_offset))
         rows = slot >= 0
-        kv.k[slot[rows], :, offset[rows]] = k[rows]
-        kv.v[slot[rows], :, offset[rows]] = v[rows]
+        slot, offset = slot[rows], offset[rows]
+        for tiles, scales, new in ((kv.k, kv.k_scale, k[rows]), (kv.v, kv.v_scale, v[rows])):
+            if scales is not None:
+                first = offset == 0
+                scales[slot[first]] = first_token_scale(new[first])
+                new = (new.float() / scales[slot][:, :, None]).clamp(-448.0, 448.0).to(FP8)
+            tiles[slot, :, offset] = new
 
     def copy_rows(self, kv: LayerKV, src_slot: int, dst_slot: int, num_rows: int) -> None:
         check_slot(kv, src_slot)
         check_slot(kv, dst_slot)
         for tiles in (kv.k, kv.v):
             tiles[dst_slot, :, :num_rows] = tiles[src_slot, :, :num_rows]
+        kv.copy_scales(src_slot, dst_slot)
 
     def read_chunk(self, kv: LayerKV, slot: int) -> tuple[Tensor, Tensor]:
         check_slot(kv, slot)
-        return kv.k[slot].transpose(0, 1).clone(), kv.v[slot].transpose(0, 1).clone()
+        return read_plain_chunk(kv, slot)
 
     def attend(
         self,
@@ -178,7 +204,12 @@ def _attend_item(
     p = kv.problem
     index = torch.from_numpy(slots).long().to(q.device)
     num_keys = distance.shape[1]
-    k, v = (x[index].float().transpose(0, 1).flatten(1, 2)[:, :num_keys] for x in (kv.k, kv.v))  # [G, keys, D]
+    k, v = (
+        (tiles[index].float() if scales is None else tiles[index].float() * scales[index][:, :, None, None])
+        .transpose(0, 1)
+        .flatten(1, 2)[:, :num_keys]
+        for tiles, scales in ((kv.k, kv.k_scale), (kv.v, kv.v_scale))
+    )  # [G, keys, D]
     rows = q.float().unflatten(1, (p.num_kv_heads, p.group))  # [R, G, H / G, D]
     logits = torch.einsum("rghd,gkd->rghk", rows, k) * scale
     if p.softcap is not None:

@@ -35,10 +35,40 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
+def e4m3_to_f16(x):
+    """e4m3 numbers, as bytes, to fp16; exact. Compute capability 8.0 has no instruction for it."""
+    wide = x.to(tl.int16)
+    # The exponent field moved into that of fp16 is the value divided by 256, denormals included.
+    return (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256.0
+
+
+@triton.jit
+def f32_to_e4m3(x):
+    """To the nearest e4m3 number, as a byte, to even on ties; what is larger than 448 becomes 448."""
+    bits = x.to(tl.int32, bitcast=True)
+    size = tl.minimum(tl.abs(x), 448.0)
+    # Below 2^-6 numbers are multiples of 2^-9; adding 1.5 * 2^23 leaves the nearest integer in the low bits.
+    small = (size * 512.0 + 12582912.0).to(tl.int32, bitcast=True) & 0xF
+    wide = size.to(tl.int32, bitcast=True)
+    large = ((wide + 0x7FFFF + ((wide >> 20) & 1)) >> 20) - 960
+    return (tl.where(size < 0.015625, small, large) | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def first_token_scale(x):
+    """Scales of chunks from their first tokens, [R, D] fp32 -> [R]: what LayerKV says."""
+    top = tl.max(tl.abs(x), 1)
+    exponent = tl.where(top == 0.0, 127, top.to(tl.int32, bitcast=True) >> 23)
+    return (tl.minimum(tl.maximum(exponent - 1, 27), 227) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def segment_kernel(
     q,  # [T, H, D]
-    k,  # [S, G, C, D]
+    k,  # [S, G, C, D]; bytes with HAS_SCALES
     v,  # [S, G, C, D]
+    k_scale,  # [S, G] fp32, or anything without HAS_SCALES
+    v_scale,  # [S, G]
     out,  # [T, H, D], contiguous
     partial_out,  # [P, H, D] fp32
     partial_lse_log2,  # [P, H] fp32
@@ -63,6 +93,7 @@ def segment_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
     SPLIT_MASK: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
@@ -172,10 +203,21 @@ def segment_kernel(
                         if HAS_WINDOW:
                             wanted = wanted & (key >= first)[:, None]
                     v_tile = tl.load(v_block, mask=wanted, other=0.0)
+                    if HAS_SCALES:
+                        k_tile = e4m3_to_f16(k_tile)
+                        v_tile = e4m3_to_f16(v_tile)
+                        # One for the block, or one for each key: slot has that shape.
+                        of_k = tl.load(k_scale + slot * NUM_KV_HEADS + kv_head)
+                        of_v = tl.load(v_scale + slot * NUM_KV_HEADS + kv_head)
                     if UPCAST:
                         k_tile = k_tile.to(tl.float32)
                         v_tile = v_tile.to(tl.float32)
+                    elif HAS_SCALES:
+                        k_tile = k_tile.to(q.dtype.element_ty)
+                        v_tile = v_tile.to(q.dtype.element_ty)
                     logits = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * logit_scale  # [M, N]
+                    if HAS_SCALES:
+                        logits = logits * of_k
                     if HAS_SOFTCAP:
                         # softcap * tanh(x), tanh by the exponential that the hardware has.
                         logits = softcap_log2 * (1.0 - 2.0 / (tl.exp2(logits) + 1.0))
@@ -192,6 +234,8 @@ def segment_kernel(
                     weight = tl.exp2(logits - shift[:, None])
                     decay = tl.exp2(top - shift)
                     total = total * decay + tl.sum(weight, 1)
+                    if HAS_SCALES:
+                        weight = weight * of_v
                     acc = tl.dot(weight.to(v_tile.dtype), v_tile, acc * decay[:, None], input_precision="ieee")
                     top = new_top
 
@@ -277,8 +321,10 @@ def merge_kernel(
 def append_kernel(
     k,  # [T, G, D]
     v,  # [T, G, D]
-    k_pool,  # [S, G, C, D]
+    k_pool,  # [S, G, C, D]; bytes with HAS_SCALES
     v_pool,  # [S, G, C, D]
+    k_scale,  # [S, G] fp32, or anything without HAS_SCALES
+    v_scale,  # [S, G]
     staged,
     k_token_stride,
     k_head_stride,
@@ -289,8 +335,12 @@ def append_kernel(
     CHUNK: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
 ):
-    """Write each new token's K and V to its place in the pool; grid (programs,). A row is (token, KV head)."""
+    """Write each new token's K and V to its place in the pool; grid (programs,). A row is (token, KV head).
+
+    Rows that come with their chunk's first token derive its scale from it, rather than wait for who stores it.
+    """
     num_rows = tl.load(staged + NUM_ROWS) * NUM_KV_HEADS
     write_slot = staged + tl.load(staged + WRITE_SLOT)
     write_offset = staged + tl.load(staged + WRITE_OFFSET)
@@ -307,8 +357,28 @@ def append_kernel(
         token = token.to(tl.int64)
         k_from = (token * k_token_stride + head * k_head_stride)[:, None] + offs_d[None, :]
         v_from = (token * v_token_stride + head * v_head_stride)[:, None] + offs_d[None, :]
-        tl.store(k_pool + to, tl.load(k + k_from, mask=valid), mask=valid)
-        tl.store(v_pool + to, tl.load(v + v_from, mask=valid), mask=valid)
+        k_new = tl.load(k + k_from, mask=valid, other=0.0)
+        v_new = tl.load(v + v_from, mask=valid, other=0.0)
+        if HAS_SCALES:
+            first = token - offset
+            is_here = written & (first >= 0)
+            is_here = is_here & (tl.load(write_slot + first, mask=is_here, other=-1).to(tl.int64) == slot)
+            is_here = is_here & (tl.load(write_offset + first, mask=is_here, other=-1) == 0)
+            valid_first = is_here[:, None] & (offs_d < HEAD_DIM)[None, :]
+            k_from = (first * k_token_stride + head * k_head_stride)[:, None] + offs_d[None, :]
+            v_from = (first * v_token_stride + head * v_head_stride)[:, None] + offs_d[None, :]
+            new_k = first_token_scale(tl.load(k + k_from, mask=valid_first, other=0.0).to(tl.float32))
+            new_v = first_token_scale(tl.load(v + v_from, mask=valid_first, other=0.0).to(tl.float32))
+            at = slot * NUM_KV_HEADS + head
+            is_stored = written & (is_here == 0)
+            of_k = tl.where(is_here, new_k, tl.load(k_scale + at, mask=is_stored, other=1.0))
+            of_v = tl.where(is_here, new_v, tl.load(v_scale + at, mask=is_stored, other=1.0))
+            tl.store(k_scale + at, new_k, mask=written & (offset == 0))
+            tl.store(v_scale + at, new_v, mask=written & (offset == 0))
+            k_new = f32_to_e4m3(k_new.to(tl.float32) / of_k[:, None])
+            v_new = f32_to_e4m3(v_new.to(tl.float32) / of_v[:, None])
+        tl.store(k_pool + to, k_new, mask=valid)
+        tl.store(v_pool + to, v_new, mask=valid)
 
 
 @triton.jit

@@ -6,7 +6,7 @@ its device. Private tokens are bound by memory: tiles of 16 rows, and enough sta
 128 rows.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -96,13 +96,14 @@ _TABLE: Final[dict[tuple[int, int, int], tuple[Tile, ...]]] = {
 }
 
 
-def tiles_for(capability: int, block_d: int, dtype: torch.dtype) -> tuple[Tile, ...]:
+def tiles_for(capability: int, block_d: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> tuple[Tile, ...]:
     """Tile classes by rows, ascending: the entry of the newest device class that is not newer than the device.
 
     Args:
         capability: compute capability as major x 10 + minor, at least 80.
         block_d: head dim padded to a power of two, at most 256.
         dtype: of q, 2 or 4 bytes.
+        kv_dtype: of the pool; what fp8 is turned into takes registers, so that large tiles take fewer keys at once.
     Raises:
         KeyError: the table does not reach there.
     """
@@ -111,4 +112,7 @@ def tiles_for(capability: int, block_d: int, dtype: torch.dtype) -> tuple[Tile, 
     if not keys:
         raise KeyError(f"no tiles for capability {capability}, head dim {block_d}, {dtype}")
     smallest = min(d for _, d, _ in keys)
-    return _TABLE[max(key for key in keys if key[1] == smallest)]
+    tiles = _TABLE[max(key for key in keys if key[1] == smallest)]
+    if kv_dtype.itemsize > 1:
+        return tiles
+    return tuple(replace(tile, keys=min(tile.keys, 32)) if tile.rows > 16 else tile for tile in tiles)

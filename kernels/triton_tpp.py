@@ -13,8 +13,9 @@ import triton
 from torch import Tensor
 
 from . import triton_kernels as kernels
-from .dispatch import AttentionProblem, BackendError, LayerKV, check_append, check_attend, check_slot
+from .dispatch import FP8, AttentionProblem, BackendError, LayerKV, check_append, check_attend, check_slot
 from .plan import AttentionPlan
+from .reference import read_plain_chunk
 from .triton_plan import StagedPlan
 from .triton_tiles import Tile, tiles_for
 
@@ -59,8 +60,11 @@ class TritonBackend:
             major, minor = torch.cuda.get_device_capability()
             if major < 8:
                 return f"compute capability is {major}.{minor}, the kernels need 8.0"
-        if problem.dtype not in _DTYPES or problem.kv_dtype != problem.dtype:
-            return f"dtypes {problem.dtype} and {problem.kv_dtype} are not one of float16, bfloat16, float32"
+        if problem.dtype not in _DTYPES or problem.kv_dtype not in (problem.dtype, FP8):
+            return (
+                f"dtypes {problem.dtype} and {problem.kv_dtype} are not one of float16, bfloat16, float32, "
+                "or one of them and float8_e4m3fn"
+            )
         if not 8 <= problem.head_dim <= 256:
             return f"head_dim {problem.head_dim} is not in 8 to 256"
         if problem.chunk_size % 16 or not 16 <= problem.chunk_size <= 256:
@@ -70,7 +74,9 @@ class TritonBackend:
     def allocate(self, problem: AttentionProblem, num_slots: int) -> LayerKV:
         shape = (num_slots, problem.num_kv_heads, problem.chunk_size, problem.head_dim)
         k, v = (torch.empty(shape, dtype=problem.kv_dtype, device=problem.device) for _ in range(2))
-        return LayerKV(k=k, v=v, problem=problem, num_slots=num_slots, backend=self.name)
+        return LayerKV(
+            k=k, v=v, problem=problem, num_slots=num_slots, backend=self.name, **problem.scale_tensors(num_slots)
+        )
 
     def num_workers(self, problem: AttentionProblem) -> int:
         """Programs that run at once: `PlanOptions.num_workers` for this problem on the current device."""
@@ -109,8 +115,7 @@ class TritonBackend:
         kernels.append_kernel[(lane.num_sms * 8,)](
             k,
             v,
-            kv.k,
-            kv.v,
+            *_tiles_and_scales(kv),
             lane.staged.array,
             k.stride(0),
             k.stride(1),
@@ -124,10 +129,11 @@ class TritonBackend:
         check_slot(kv, dst_slot)
         for pool in (kv.k, kv.v):
             pool[dst_slot, :, :num_rows] = pool[src_slot, :, :num_rows]
+        kv.copy_scales(src_slot, dst_slot)
 
     def read_chunk(self, kv: LayerKV, slot: int) -> tuple[Tensor, Tensor]:
         check_slot(kv, slot)
-        return kv.k[slot].transpose(0, 1).clone(), kv.v[slot].transpose(0, 1).clone()
+        return read_plain_chunk(kv, slot)
 
     def attend(
         self,
@@ -165,8 +171,7 @@ class TritonBackend:
                 continue
             kernels.segment_kernel[(lane.num_sms * tile.programs_per_sm,)](
                 q,
-                kv.k,
-                kv.v,
+                *_tiles_and_scales(kv),
                 out,
                 lane.partial_out,
                 lane.partial_lse_log2,
@@ -200,7 +205,7 @@ class TritonBackend:
                 capability, num_sms = properties.major * 10 + properties.minor, properties.multi_processor_count
             else:
                 capability, num_sms = 80, _INTERPRETED_SMS
-            tiles = tiles_for(capability, triton.next_power_of_2(problem.head_dim), problem.dtype)
+            tiles = tiles_for(capability, triton.next_power_of_2(problem.head_dim), problem.dtype, problem.kv_dtype)
             lane = _Lane(
                 staged=StagedPlan(device, [t.rows for t in tiles], problem.group),
                 tiles=tiles,
@@ -230,6 +235,7 @@ def segment_constants(
         "HAS_SOFTCAP": problem.softcap is not None,
         "HAS_ALIBI": alibi,
         "HAS_SINKS": sinks,
+        "HAS_SCALES": problem.kv_dtype == FP8,
         "SPLIT_MASK": tile.rows > 16,
         "INTERPRETED": INTERPRETED,
     }
@@ -256,7 +262,15 @@ def append_constants(problem: AttentionProblem) -> dict[str, int | bool]:
         "CHUNK": problem.chunk_size,
         "BLOCK_R": max(_ELEMENTS // block_d, 1),
         "BLOCK_D": block_d,
+        "HAS_SCALES": problem.kv_dtype == FP8,
     }
+
+
+def _tiles_and_scales(kv: LayerKV) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """K and V and their scales, as the kernels take them: fp8 as bytes, since not all GPUs know the type."""
+    if kv.k_scale is None or kv.v_scale is None:
+        return kv.k, kv.v, kv.k, kv.v
+    return kv.k.view(torch.uint8), kv.v.view(torch.uint8), kv.k_scale, kv.v_scale
 
 
 def _reserve_partials(lane: _Lane, partials: int) -> None:

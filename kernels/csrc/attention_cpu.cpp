@@ -6,9 +6,12 @@
 #include <nanobind/stl/string.h>
 
 #include <algorithm>
+#include <bit>
+#include <cmath>
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #if defined(__linux__)
@@ -43,13 +46,14 @@ const AttentionKernels& kernels_in_force() {
   return portable::attention_kernels;
 }
 
-std::size_t element_bytes(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
+std::size_t element_bytes(DType dtype) { return dtype == DType::f32 ? 4 : dtype == DType::f8_e4m3 ? 1 : 2; }
 
 DType parse_dtype(const std::string& name) {
   if (name == "float32") return DType::f32;
   if (name == "bfloat16") return DType::bf16;
   if (name == "float16") return DType::f16;
-  throw std::invalid_argument("dtype '" + name + "' is none of float32, bfloat16, float16");
+  if (name == "float8_e4m3fn") return DType::f8_e4m3;
+  throw std::invalid_argument("dtype '" + name + "' is none of float32, bfloat16, float16, float8_e4m3fn");
 }
 
 // The arrays of plan.py's AttentionPlan, in the order of its flat array.
@@ -122,8 +126,9 @@ AttentionScratch& scratch_of(int thread) {
 
 void attend(const std::string& q_dtype, const std::string& kv_dtype, int num_heads, int num_kv_heads, int head_dim,
             std::int64_t num_slots, std::uintptr_t q, std::int64_t q_rows, std::int64_t q_token_stride,
-            std::int64_t q_head_stride, std::uintptr_t k, std::uintptr_t v, std::uintptr_t out, float scale,
-            int window, float softcap, std::uintptr_t alibi_slopes, std::uintptr_t sinks, const PlanArray& plan_data) {
+            std::int64_t q_head_stride, std::uintptr_t k, std::uintptr_t v, std::uintptr_t k_scale,
+            std::uintptr_t v_scale, std::uintptr_t out, float scale, int window, float softcap, std::uintptr_t alibi_slopes, std::uintptr_t sinks,
+            const PlanArray& plan_data) {
   const PlanView plan(plan_data);
   if (plan.num_rows != q_rows) {
     throw std::invalid_argument("q has " + std::to_string(q_rows) + " rows, the plan " + std::to_string(plan.num_rows));
@@ -148,6 +153,8 @@ void attend(const std::string& q_dtype, const std::string& kv_dtype, int num_hea
   call.out = reinterpret_cast<void*>(out);
   call.k = reinterpret_cast<const char*>(k);
   call.v = reinterpret_cast<const char*>(v);
+  call.k_scale = reinterpret_cast<const float*>(k_scale);
+  call.v_scale = reinterpret_cast<const float*>(v_scale);
   call.tile_bytes = static_cast<std::int64_t>(element_bytes(call.kv_dtype)) * plan.chunk_size * head_dim;
   call.slot_bytes = call.tile_bytes * num_kv_heads;
   call.row_pos = plan.row_pos;
@@ -231,16 +238,65 @@ template <class F>
 void with_layout(DType dtype, int chunk_size, int head_dim, F&& f) {
   if (dtype == DType::f32) {
     f(float{}, TileLayout{chunk_size, head_dim, 1});
+  } else if (dtype == DType::f8_e4m3) {
+    f(std::uint8_t{}, TileLayout{chunk_size, head_dim, 1});
   } else {
     f(std::uint16_t{}, TileLayout{chunk_size, head_dim, dtype == DType::bf16 ? 2 : 1});
   }
 }
 
-void append(const std::string& dtype, int num_kv_heads, int head_dim, std::int64_t num_slots, std::uintptr_t k,
-            std::int64_t k_token_stride, std::int64_t k_head_stride, std::uintptr_t v, std::int64_t v_token_stride,
-            std::int64_t v_head_stride, std::int64_t rows, std::uintptr_t k_tiles, std::uintptr_t v_tiles,
-            const PlanArray& plan_data) {
-  const PlanView plan(plan_data);
+float to_float(DType dtype, const void* base, std::int64_t at) {
+  if (dtype == DType::f32) return static_cast<const float*>(base)[at];
+  const std::uint16_t bits = static_cast<const std::uint16_t*>(base)[at];
+  if (dtype == DType::f16) return static_cast<float>(std::bit_cast<_Float16>(bits));
+  return std::bit_cast<float>(std::uint32_t{bits} << 16);
+}
+
+// To nearest even; what is larger than 448 becomes 448.
+std::uint8_t to_e4m3(float x) {
+  const std::uint32_t bits = std::bit_cast<std::uint32_t>(x), sign = bits >> 24 & 0x80;
+  const float size = std::min(std::bit_cast<float>(bits & 0x7fffffff), 448.0f);
+  if (x != x) return 0x7f;
+  // Below 2^-6 values are multiples of 2^-9; adding 1.5 * 2^23 leaves the nearest integer in the low bits.
+  if (size < 0.015625f) {
+    return static_cast<std::uint8_t>(sign | (std::bit_cast<std::uint32_t>(size * 512.0f + 12582912.0f) & 0xf));
+  }
+  const std::uint32_t wide = std::bit_cast<std::uint32_t>(size);
+  return static_cast<std::uint8_t>(sign | (((wide + 0x7ffff + (wide >> 20 & 1)) >> 20) - (120 << 3)));
+}
+
+// One of k and v on its way into fp8 tiles.
+struct NewRows {
+  DType dtype;
+  const void* data;
+  std::int64_t token_stride, head_stride;
+  float* scales;  // [S, G]
+
+  float at(int row, int head, int dim) const {
+    return to_float(dtype, data, row * token_stride + head * head_stride + dim);
+  }
+
+  // The power of two that brings the largest value of a chunk's first token to [2, 4), in the middle of what e4m3 can
+  // say, so that the other tokens of the chunk have room to both sides.
+  float new_scale(int row, int head, int head_dim) const {
+    float top = 0.0f;
+    for (int i = 0; i < head_dim; ++i) top = std::max(top, std::fabs(at(row, head, i)));
+    const int exponent = top == 0.0f ? 127 : static_cast<int>(std::bit_cast<std::uint32_t>(top) >> 23);
+    return std::bit_cast<float>(static_cast<std::uint32_t>(std::clamp(exponent - 1, 27, 227)) << 23);
+  }
+
+  // The scale of a row's chunk. Rows that come with their chunk's first token derive it again rather than wait for it.
+  float scale_of(const PlanView& plan, int row, int head, int num_kv_heads, int head_dim) const {
+    const std::int32_t slot = plan.write_slot[row], first = row - plan.write_offset[row];
+    float& stored = scales[std::int64_t{slot} * num_kv_heads + head];
+    if (first < 0 || plan.write_slot[first] != slot || plan.write_offset[first] != 0) return stored;
+    const float scale = new_scale(first, head, head_dim);
+    if (first == row) stored = scale;
+    return scale;
+  }
+};
+
+void check_writes(const PlanView& plan, std::int64_t rows, std::int64_t num_slots) {
   if (plan.num_rows != rows) {
     throw std::invalid_argument("k has " + std::to_string(rows) + " rows, the plan " + std::to_string(plan.num_rows));
   }
@@ -253,22 +309,55 @@ void append(const std::string& dtype, int num_kv_heads, int head_dim, std::int64
                                   std::to_string(num_slots) + " slots of " + std::to_string(plan.chunk_size));
     }
   }
-  const DType kv_dtype = parse_dtype(dtype);
-  nb::gil_scoped_release release;
+}
+
+// Calls f(row, head) on all threads for the rows that are written.
+template <class F>
+void each_written_row(const PlanView& plan, int num_kv_heads, F f) {
   constexpr int kRowsPerTask = 32;
   const int row_blocks = (plan.num_rows + kRowsPerTask - 1) / kRowsPerTask;
+  parallel_for(row_blocks * num_kv_heads, [&](int task, int) {
+    const int head = task % num_kv_heads, first = task / num_kv_heads * kRowsPerTask;
+    for (int row = first; row < std::min(first + kRowsPerTask, plan.num_rows); ++row) {
+      if (plan.write_slot[row] >= 0) f(row, head);
+    }
+  });
+}
+
+// `new_dtype` is that of k and v; other than the tiles' for fp8 tiles alone.
+void append(const std::string& dtype, const std::string& new_dtype, int num_kv_heads, int head_dim,
+            std::int64_t num_slots, std::uintptr_t k, std::int64_t k_token_stride, std::int64_t k_head_stride,
+            std::uintptr_t v, std::int64_t v_token_stride, std::int64_t v_head_stride, std::int64_t rows,
+            std::uintptr_t k_tiles, std::uintptr_t v_tiles, std::uintptr_t k_scale, std::uintptr_t v_scale,
+            const PlanArray& plan_data) {
+  const PlanView plan(plan_data);
+  check_writes(plan, rows, num_slots);
+  const DType kv_dtype = parse_dtype(dtype), from = parse_dtype(new_dtype);
+  const NewRows new_k{from, reinterpret_cast<const void*>(k), k_token_stride, k_head_stride,
+                      reinterpret_cast<float*>(k_scale)};
+  const NewRows new_v{from, reinterpret_cast<const void*>(v), v_token_stride, v_head_stride,
+                      reinterpret_cast<float*>(v_scale)};
+  nb::gil_scoped_release release;
   with_layout(kv_dtype, plan.chunk_size, head_dim, [&]<class T>(T, TileLayout layout) {
-    parallel_for(row_blocks * num_kv_heads, [&](int task, int) {
-      const int head = task % num_kv_heads, first = task / num_kv_heads * kRowsPerTask;
-      for (int row = first; row < std::min(first + kRowsPerTask, plan.num_rows); ++row) {
-        if (plan.write_slot[row] < 0) continue;
-        const std::int64_t tile = (std::int64_t{plan.write_slot[row]} * num_kv_heads + head) * layout.size();
+    each_written_row(plan, num_kv_heads, [&](int row, int head) {
+      const std::int64_t tile = (std::int64_t{plan.write_slot[row]} * num_kv_heads + head) * layout.size();
+      const std::int32_t offset = plan.write_offset[row];
+      T* const k_tile = reinterpret_cast<T*>(k_tiles) + tile;
+      T* const v_tile = reinterpret_cast<T*>(v_tiles) + tile;
+      if constexpr (std::is_same_v<T, std::uint8_t>) {
+        const float k_factor = 1.0f / new_k.scale_of(plan, row, head, num_kv_heads, head_dim);
+        const float v_factor = 1.0f / new_v.scale_of(plan, row, head, num_kv_heads, head_dim);
+        layout.each_k(offset, [&](std::int64_t at, int dim) {
+          k_tile[at] = to_e4m3(new_k.at(row, head, dim) * k_factor);
+        });
+        layout.each_v(offset, [&](std::int64_t at, int dim) {
+          v_tile[at] = to_e4m3(new_v.at(row, head, dim) * v_factor);
+        });
+      } else {
         const T* const k_row = reinterpret_cast<const T*>(k) + row * k_token_stride + head * k_head_stride;
         const T* const v_row = reinterpret_cast<const T*>(v) + row * v_token_stride + head * v_head_stride;
-        T* const k_tile = reinterpret_cast<T*>(k_tiles) + tile;
-        T* const v_tile = reinterpret_cast<T*>(v_tiles) + tile;
-        layout.each_k(plan.write_offset[row], [&](std::int64_t at, int dim) { k_tile[at] = k_row[dim]; });
-        layout.each_v(plan.write_offset[row], [&](std::int64_t at, int dim) { v_tile[at] = v_row[dim]; });
+        layout.each_k(offset, [&](std::int64_t at, int dim) { k_tile[at] = k_row[dim]; });
+        layout.each_v(offset, [&](std::int64_t at, int dim) { v_tile[at] = v_row[dim]; });
       }
     });
   });
@@ -325,10 +414,11 @@ void advise_large_pages(std::uintptr_t address, std::int64_t bytes) {
 
 void register_attention(nb::module_& m) {
   m.def("attend", &attend, "q_dtype"_a, "kv_dtype"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "num_slots"_a,
-        "q"_a, "q_rows"_a, "q_token_stride"_a, "q_head_stride"_a, "k"_a, "v"_a, "out"_a, "scale"_a,
-        "window"_a, "softcap"_a, "alibi_slopes"_a, "sinks"_a, "plan"_a);
-  m.def("append", &append, "dtype"_a, "num_kv_heads"_a, "head_dim"_a, "num_slots"_a, "k"_a, "k_token_stride"_a,
-        "k_head_stride"_a, "v"_a, "v_token_stride"_a, "v_head_stride"_a, "rows"_a, "k_tiles"_a, "v_tiles"_a, "plan"_a);
+        "q"_a, "q_rows"_a, "q_token_stride"_a, "q_head_stride"_a, "k"_a, "v"_a, "k_scale"_a, "v_scale"_a, "out"_a,
+        "scale"_a, "window"_a, "softcap"_a, "alibi_slopes"_a, "sinks"_a, "plan"_a);
+  m.def("append", &append, "dtype"_a, "new_dtype"_a, "num_kv_heads"_a, "head_dim"_a, "num_slots"_a, "k"_a,
+        "k_token_stride"_a, "k_head_stride"_a, "v"_a, "v_token_stride"_a, "v_head_stride"_a, "rows"_a, "k_tiles"_a,
+        "v_tiles"_a, "k_scale"_a, "v_scale"_a, "plan"_a);
   m.def("copy_rows", &copy_rows, "dtype"_a, "num_kv_heads"_a, "head_dim"_a, "chunk_size"_a, "k_tiles"_a, "v_tiles"_a,
         "src_slot"_a, "dst_slot"_a, "num_rows"_a);
   m.def("read_chunk", &read_chunk, "dtype"_a, "num_kv_heads"_a, "head_dim"_a, "chunk_size"_a, "k_tiles"_a, "v_tiles"_a,

@@ -56,6 +56,8 @@ struct AttentionCall {
 
   const char* k;  // tile (slot, kv head) at slot * slot_bytes + kv head * tile_bytes
   const char* v;
+  const float* k_scale;  // [S, G] of fp8 tiles
+  const float* v_scale;
   std::int64_t slot_bytes;
   std::int64_t tile_bytes;
 

@@ -67,6 +67,7 @@ struct Piece {
   int token;   // in the chunk
   int column;  // in the block
   int length;
+  std::int64_t scale_at;
   const Piece* next;  // one of the next block, to prefetch
 };
 constexpr int kMaxPieces = kBlockTokens / 16;
@@ -208,7 +209,8 @@ struct Attention {
       const int panel = min_int(kPanel, c - (token - in_panel));
       const int length = min_int(panel - in_panel, block + block_keys - key);
       const std::int64_t at = slots[key / c] * call.slot_bytes + task.kv_head * call.tile_bytes;
-      pieces[count++] = {call.k + at, call.v + at, token, key - block, length, nullptr};
+      const std::int64_t scale_at = std::int64_t{slots[key / c]} * (call.num_heads / call.group) + task.kv_head;
+      pieces[count++] = {call.k + at, call.v + at, token, key - block, length, scale_at, nullptr};
       key += length;
     }
     return count;
@@ -259,6 +261,14 @@ struct Attention {
   const B* values_at(const Piece& piece, int col) const {
     return reinterpret_cast<const B*>(piece.v_tile) + col * c + piece.token * min_int(kPanel, d - col);
   }
+  // Columns of the piece, times the scale that its tile lacks.
+  void scale_columns(const Piece& piece, const RowGroup& group, int n, const float* scales) const {
+    const float factor = scales[piece.scale_at] * Product::kFactor;
+    for (int r = group.begin; r < group.begin + group.count; ++r) {
+      float* const s = scratch.s + r * kStrideS + piece.column;
+      for (int i = 0; i < n; ++i) s[i] *= factor;
+    }
+  }
   static Prefetch ahead(const B* at, int count) {
     return {reinterpret_cast<const char*>(at), count * static_cast<int>(sizeof(B))};
   }
@@ -272,11 +282,13 @@ struct Attention {
     const Prefetch next = piece.next ? ahead(keys_at(*piece.next), piece.next->length * d) : ahead(k, 0);
     float* s = scratch.s + group.begin * kStrideS + piece.column;
     kGemm<Product, kStrideQ>[group.count - 1](q, k, panel * kStep, d, n, s, kStrideS, nullptr, next.part(g, groups));
+    if constexpr (Product::kFactor != 0.0f) scale_columns(piece, group, n, call.k_scale);
   }
 
   // O[rows] = rescale * O + P V
   void multiply_values(const Piece& piece, const RowGroup& group, int g, const float* rescale) {
     const int length = min_int(piece.length, group.end - piece.column);
+    if constexpr (Product::kFactor != 0.0f) scale_columns(piece, group, length, call.v_scale);
     const A* p = reinterpret_cast<const A*>(scratch.s + group.begin * kStrideS) + piece.column / (kPairs ? 2 : 1);
     for (int col = 0; col < d; col += kPanel) {
       const int panel = min_int(kPanel, d - col);
@@ -319,6 +331,8 @@ void attend(const AttentionCall& call, const AttentionTask& task, AttentionScrat
       return attend_with<FloatProduct<TileF32>>(call, task, scratch);
     case DType::f16:
       return attend_with<FloatProduct<TileF16>>(call, task, scratch);
+    case DType::f8_e4m3:
+      return attend_with<FloatProduct<TileF8>>(call, task, scratch);
     case DType::bf16:
 #if CHUNKSERVE_ISA_LEVEL >= 3
       if (call.q_dtype == DType::bf16) return attend_with<Bf16Product>(call, task, scratch);

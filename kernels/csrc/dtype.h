@@ -3,6 +3,6 @@
 
 namespace chunkserve {
 
-enum class DType : int { f32 = 0, bf16 = 1, f16 = 2 };
+enum class DType : int { f32 = 0, bf16 = 1, f16 = 2, f8_e4m3 = 3 };
 
 }  // namespace chunkserve

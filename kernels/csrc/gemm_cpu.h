@@ -42,6 +42,11 @@ struct FloatProduct {
   using B = typename Tile::Element;
   static constexpr bool kPairs = false;
   static constexpr int kStep = Tile::kStep;
+  // What a tile's values are short of, besides the scale of its chunk; 0 for none of both.
+  static constexpr float kFactor = [] {
+    if constexpr (requires { Tile::kFactor; }) return Tile::kFactor;
+    return 0.0f;
+  }();
 
   template <int W, int R, int NV, int LDA>
   static CHUNKSERVE_INLINE void multiply(const A* a, const B* b, int ldb, int depth, Prefetch next,
@@ -82,6 +87,7 @@ struct Bf16Product {
   using B = std::uint16_t;
   static constexpr bool kPairs = true;
   static constexpr int kStep = 2;
+  static constexpr float kFactor = 0.0f;
 
   template <int W, int R, int NV, int LDA>
   static CHUNKSERVE_INLINE void multiply(const A* a, const B* b, int ldb, int depth, Prefetch next,

@@ -157,6 +157,38 @@ struct TileF16 {
   }
 };
 
+// e4m3 without its scale: a byte whose exponent field is moved into that of f16 is the value divided by 256, denormals
+// included. What e4m3 calls NaN comes out as 480.
+struct TileF8 {
+  using Element = std::uint8_t;
+  static constexpr int kStep = 1;
+  static constexpr float kFactor = 256.0f;
+  template <int W>
+  static CHUNKSERVE_INLINE typename Simd<W>::F load(const std::uint8_t* p, int) {
+#if CHUNKSERVE_ISA_LEVEL >= 2
+    if constexpr (W == 16) {
+      const __m256i x = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+      const __m256i sign = _mm256_slli_epi16(_mm256_and_si256(x, _mm256_set1_epi16(0x80)), 8);
+      const __m256i rest = _mm256_slli_epi16(_mm256_and_si256(x, _mm256_set1_epi16(0x7f)), 7);
+      return reinterpret_cast<typename Simd<W>::F>(_mm512_cvtph_ps(_mm256_or_si256(sign, rest)));
+    }
+#endif
+#if CHUNKSERVE_ISA_LEVEL >= 1
+    if constexpr (W == 8) {
+      const __m128i x = _mm_cvtepu8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+      const __m128i sign = _mm_slli_epi16(_mm_and_si128(x, _mm_set1_epi16(0x80)), 8);
+      const __m128i rest = _mm_slli_epi16(_mm_and_si128(x, _mm_set1_epi16(0x7f)), 7);
+      return reinterpret_cast<typename Simd<W>::F>(_mm256_cvtph_ps(_mm_or_si128(sign, rest)));
+    }
+#endif
+    typename Simd<W>::F x;
+    for (int i = 0; i < W; ++i) {
+      x[i] = from_f16(static_cast<std::uint16_t>((p[i] & 0x80) << 8 | (p[i] & 0x7f) << 7));
+    }
+    return x;
+  }
+};
+
 struct TileBf16 {
   using Element = std::uint16_t;
   static constexpr int kStep = 2;

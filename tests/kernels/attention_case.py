@@ -86,6 +86,9 @@ def fill(backend: Backend, kv: LayerKV, case: Case, *, seed: int = 0, poison: bo
     if poison:
         kv.k.view(torch.uint8).fill_(0xFF)
         kv.v.view(torch.uint8).fill_(0xFF)
+        for scales in (kv.k_scale, kv.v_scale):
+            if scales is not None:
+                scales.fill_(torch.nan)
     tokens: dict[int, int] = {}
     for path, kv_len in zip(case.paths, case.kv_lens, strict=True):
         for i, slot in enumerate(path[: -(-kv_len // case.chunk_size)].tolist()):
@@ -100,7 +103,7 @@ def fill(backend: Backend, kv: LayerKV, case: Case, *, seed: int = 0, poison: bo
         chunk_size=case.chunk_size,
     )
     k, v = (torch.randn(plan.num_rows, p.num_kv_heads, p.head_dim, generator=generator) * spread for _ in range(2))
-    backend.append(kv, k.to(p.kv_dtype).to(p.device), v.to(p.kv_dtype).to(p.device), plan)
+    backend.append(kv, k.to(p.new_kv_dtype).to(p.device), v.to(p.new_kv_dtype).to(p.device), plan)
 
 
 def random_q(case: Case, problem: AttentionProblem, *, seed: int = 1) -> Tensor:

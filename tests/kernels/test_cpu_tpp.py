@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from chunkserve.kernels import _cpu
-from chunkserve.kernels.dispatch import AttentionProblem, Backend, BackendError, LayerKV, attend, select_backend
+from chunkserve.kernels.dispatch import (
+    FP8,
+    AttentionProblem,
+    Backend,
+    BackendError,
+    LayerKV,
+    attend,
+    select_backend,
+)
 from chunkserve.kernels.plan import AttentionPlan, PlanError, PlanOptions, build_plan
 from chunkserve.kernels.reference import TOLERANCE, oracle
 
@@ -192,6 +200,71 @@ def test_a_growing_plan_decodes_like_fresh_ones(dtype: torch.dtype):
         q = random_q(case, problem, seed=step)
         want = oracle(q, kv, backend, paths=case.paths, kv_lens=lens, q_lens=[1, 1])
         assert worst_error(attend(q, kv, plan), want) <= TOLERANCE[dtype]
+
+
+def _fp8(dtype: torch.dtype = torch.float32, **sizes: int) -> AttentionProblem:
+    return dataclasses.replace(_problem(dtype, **sizes), kv_dtype=FP8)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("d", "c"), [(8, 16), (40, 48), (64, 64), (80, 96), (128, 256)])
+def test_fp8_attends_to_what_it_holds(dtype: torch.dtype, d: int, c: int):
+    _check(_fp8(dtype, d=d, c=c), tree_case([(1, 2), (2, 1)], [0, 5, c, 2 * c + 1], [1, 3], chunk_size=c))
+
+
+def test_fp8_with_masks():
+    problem = dataclasses.replace(_fp8(), window=20, softcap=3.0)
+    _check(problem, tree_case([(1, 2)], [3, 17, 33], [1, 4], chunk_size=16), PlanOptions(num_workers=4))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_fp8_append_rounds_and_scales_as_the_reference(dtype: torch.dtype):
+    problem = _fp8(dtype, d=40, c=48)
+    case = tree_case([(1, 1)], [5, 50], [5, 50], chunk_size=48)
+    ours, reference = select_backend(problem, "cpu"), select_backend(problem, "reference")
+    pools = [backend.allocate(problem, case.num_slots) for backend in (ours, reference)]
+    k, v = (torch.randn(case.num_rows, 2, 40) * torch.logspace(-4, 4, case.num_rows)[:, None, None] for _ in range(2))
+    k[0, 0] = 0.0
+    for backend, pool in zip((ours, reference), pools, strict=True):
+        fill(backend, pool, case)
+        backend.append(pool, k.to(dtype), v.to(dtype), case.plan(kv_present=[0, 0]))
+    for slot in set(np.concatenate(case.paths).tolist()):
+        assert torch.equal(pools[0].k_scale[slot], pools[1].k_scale[slot])
+        assert torch.equal(pools[0].v_scale[slot], pools[1].v_scale[slot])
+        for a, b in zip(ours.read_chunk(pools[0], slot), reference.read_chunk(pools[1], slot), strict=True):
+            assert torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
+
+
+def test_fp8_bits_do_not_depend_on_how_the_tokens_came():
+    problem = _fp8(torch.bfloat16)
+    path = np.array([2, 0, 3], np.int32)
+    k, v = (torch.randn(40, 2, 64).bfloat16() for _ in range(2))
+    pools = []
+    for step in (40, 1, 7):
+        backend = select_backend(problem, "cpu")
+        kv = backend.allocate(problem, 4)
+        for tiles in (kv.k, kv.v):
+            tiles.view(torch.uint8).zero_()
+        for begin in range(0, 40, step):
+            end = min(begin + step, 40)
+            plan = build_plan(paths=[path], kv_lens=[end], q_lens=[end - begin], kv_present=[begin], chunk_size=16)
+            backend.append(kv, k[begin:end], v[begin:end], plan)
+        pools.append(kv)
+    for kv in pools[1:]:
+        assert torch.equal(kv.k.view(torch.uint8)[path], pools[0].k.view(torch.uint8)[path])
+        assert torch.equal(kv.v.view(torch.uint8)[path], pools[0].v.view(torch.uint8)[path])
+        assert torch.equal(kv.k_scale[path], pools[0].k_scale[path])
+
+
+def test_fp8_copies_scales_with_rows():
+    problem = _fp8()
+    case = tree_case([], [16], chunk_size=16)
+    backend, kv, _ = _filled(problem, case)
+    source = int(case.paths[0][0])
+    target = next(slot for slot in range(case.num_slots) if slot != source)
+    backend.copy_rows(kv, source, target, 9)
+    for a, b in zip(backend.read_chunk(kv, source), backend.read_chunk(kv, target), strict=True):
+        assert torch.equal(a[:9], b[:9])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

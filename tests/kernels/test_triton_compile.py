@@ -1,5 +1,6 @@
 """The Triton kernels compiled to machine code without a GPU: registers, shared memory, prefetch, 64-bit offsets."""
 
+import dataclasses
 import re
 import subprocess
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from chunkserve.kernels.dispatch import AttentionProblem
+from chunkserve.kernels.dispatch import FP8, AttentionProblem
 
 triton = pytest.importorskip("triton")
 
@@ -24,8 +25,8 @@ pytestmark = [
 ]
 
 SHARED_KB = {80: 163, 86: 99, 90: 227, 100: 227, 120: 99}
-POINTERS = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
-FP32 = {"partial_out", "partial_lse_log2", "alibi_slopes", "sinks"}
+POINTERS = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", FP8: "*u8"}
+FP32 = {"partial_out", "partial_lse_log2", "alibi_slopes", "sinks", "k_scale", "v_scale"}
 FLOATS = {"logit_scale", "softcap_log2"}
 INTS = {"window", "steps"}
 STRIDES = {"q_token_stride", "q_head_stride", "k_token_stride", "k_head_stride", "v_token_stride", "v_head_stride"}
@@ -44,7 +45,7 @@ def _problem(dtype: torch.dtype, d: int, *, c: int = 64, **masks) -> AttentionPr
     )
 
 
-def _compile(kernel, dtype: torch.dtype, constants: dict[str, int | bool], capability: int, warps: int = 4):
+def _compile(kernel, problem: AttentionProblem, constants: dict[str, int | bool], capability: int, warps: int = 4):
     """Compile with all pointers and strides aligned to 16, as the launcher finds them."""
     signature = {}
     for name in kernel.arg_names:
@@ -57,7 +58,10 @@ def _compile(kernel, dtype: torch.dtype, constants: dict[str, int | bool], capab
         elif name in STRIDES | INTS:
             signature[name] = "i32"
         else:
-            signature[name] = "*i32" if name == "staged" else POINTERS[dtype]
+            # What the pool holds, unless it is what comes into it (the append kernel has both).
+            of_pool = name in ("k_pool", "v_pool") or (name in ("k", "v") and "k_pool" not in kernel.arg_names)
+            pointer = POINTERS[problem.kv_dtype if of_pool else problem.dtype]
+            signature[name] = "*i32" if name == "staged" else pointer
     aligned = [i for i, n in enumerate(kernel.arg_names) if signature[n].startswith("*") or n in STRIDES]
     source = ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
@@ -75,9 +79,9 @@ def _check_resources(compiled, capability: int, folder: Path) -> None:
 
 def _check_segment(problem: AttentionProblem, capability: int, folder: Path, *, alibi: bool, sinks: bool) -> None:
     block_d = triton.next_power_of_2(problem.head_dim)
-    for tile_class, tile in enumerate(tiles_for(capability, block_d, problem.dtype)):
+    for tile_class, tile in enumerate(tiles_for(capability, block_d, problem.dtype, problem.kv_dtype)):
         constants = triton_tpp.segment_constants(problem, tile_class, tile, alibi=alibi, sinks=sinks)
-        compiled = _compile(triton_kernels.segment_kernel, problem.dtype, constants, capability, tile.warps)
+        compiled = _compile(triton_kernels.segment_kernel, problem, constants, capability, tile.warps)
         _check_resources(compiled, capability, folder)
         # K and V of a later block are on their way while one is worked on.
         in_flight = [int(n) for n in re.findall(r"ttg\.async_wait.*num = (\d+)", compiled.asm["ttgir"])]
@@ -142,12 +146,21 @@ def test_segment_kernel_of_other_dtypes_and_chunk_sizes(
     _check_segment(_problem(dtype, d, c=c), capability, tmp_path, alibi=False, sinks=False)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("capability", "d"), [(80, 64), (80, 128), (90, 128), (100, 128)])
+def test_segment_kernel_over_fp8(capability: int, d: int, tmp_path: Path):
+    problem = dataclasses.replace(_problem(torch.bfloat16, d), kv_dtype=FP8)
+    _check_segment(problem, capability, tmp_path, alibi=False, sinks=False)
+
+
 @pytest.mark.parametrize("capability", [80, 90])
-def test_small_kernels(capability: int, tmp_path: Path):
-    problem = _problem(torch.bfloat16, 128)
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, FP8])
+def test_small_kernels(kv_dtype: torch.dtype, capability: int, tmp_path: Path):
+    problem = dataclasses.replace(_problem(torch.bfloat16, 128), kv_dtype=kv_dtype)
     for kernel, constants in (
         (triton_kernels.merge_kernel, triton_tpp.merge_constants(problem, sinks=True)),
         (triton_kernels.append_kernel, triton_tpp.append_constants(problem)),
         (triton_kernels.grow_kernel, {"BLOCK": 256}),
     ):
-        _check_resources(_compile(kernel, problem.dtype, constants, capability), capability, tmp_path)
+        _check_resources(_compile(kernel, problem, constants, capability), capability, tmp_path)

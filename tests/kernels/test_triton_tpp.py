@@ -134,9 +134,10 @@ def test_tiles_are_of_the_newest_class_that_the_device_has():
     for capability in (80, 86, 89, 90, 100, 103, 120, 121):
         for block_d in (16, 32, 64, 128, 256):
             for dtype in (torch.float16, torch.float32):
-                tiles = tiles_for(capability, block_d, dtype)
+                tiles = tiles_for(capability, block_d, dtype, dtype)
                 assert [t.rows for t in tiles] == sorted({t.rows for t in tiles})
                 assert tiles[0].rows == 16
-    assert tiles_for(89, 128, torch.float16) == tiles_for(86, 128, torch.bfloat16) != tiles_for(80, 128, torch.float16)
+    half, bf16 = torch.float16, torch.bfloat16
+    assert tiles_for(89, 128, half, half) == tiles_for(86, 128, bf16, bf16) != tiles_for(80, 128, half, half)
     with pytest.raises(KeyError, match="no tiles for capability 80, head dim 512"):
-        tiles_for(80, 512, torch.float16)
+        tiles_for(80, 512, half, half)

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from torch import Tensor
 
 from chunkserve.kernels import triton_tpp
-from chunkserve.kernels.dispatch import AttentionProblem, BackendError, LayerKV, attend, select_backend
+from chunkserve.kernels.dispatch import FP8, AttentionProblem, BackendError, LayerKV, attend, select_backend
 from chunkserve.kernels.plan import AttentionPlan, PlanOptions, build_plan
 from chunkserve.kernels.reference import TOLERANCE, oracle
 from chunkserve.kernels.triton_plan import FIXED_SPLIT_FIELD
@@ -113,6 +113,36 @@ def _fixed(case: Case, tokens: int) -> AttentionPlan:
 )
 def test_groups_head_dims_and_chunk_sizes(dtype: torch.dtype, heads: tuple[int, int], d: int, c: int):
     _check(_problem(dtype, heads, d, c), tree_case([(1, 1)], [0, 1, c - 1, c + 1], [1, 2], chunk_size=c))
+
+
+def _fp8(dtype: torch.dtype, **sizes) -> AttentionProblem:
+    return dataclasses.replace(_problem(dtype, **sizes), kv_dtype=FP8)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "d", "c"),
+    [(torch.float32, 32, 16), (torch.float16, 80, 48), (torch.bfloat16, 64, 64)],
+)
+def test_fp8_attends_to_what_it_holds(dtype: torch.dtype, d: int, c: int):
+    _check(_fp8(dtype, d=d, c=c), tree_case([(1, 1)], [0, 1, c - 1, c + 1], [1, 2], chunk_size=c))
+
+
+def test_fp8_append_rounds_and_scales_as_the_reference():
+    problem = _fp8(torch.float16, d=40)
+    case = tree_case([(1, 1)], [5, 20], chunk_size=16)
+    pools = []
+    for name in ("triton", "reference"):
+        backend = select_backend(problem, name)
+        kv = backend.allocate(problem, case.num_slots)
+        fill(backend, kv, case, spread=30.0)
+        # One token more for each, into chunks that have their scale.
+        longer = dataclasses.replace(case, kv_lens=[n + 1 for n in case.kv_lens])
+        k, v = (torch.full((2, 2, 40), x, device=DEVICE).half() for x in (1e4, 0.011))
+        backend.append(kv, k, v, longer.plan())
+        pools.append([backend.read_chunk(kv, slot) for slot in set(np.concatenate(case.paths).tolist())])
+    for ours, want in zip(*pools, strict=True):
+        for a, b in zip(ours, want, strict=True):
+            assert torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
 
 
 @pytest.mark.parametrize(
