@@ -8,39 +8,23 @@ name them: `--peer vllm=http://127.0.0.1:8001` (they serve the same model; docs/
 import argparse
 import asyncio
 import itertools
-import re
 import statistics
 from pathlib import Path
 from typing import Any
 
-import httpx
 from rich.console import Console
 from rich.table import Table
 from rows import write_rows
+from server_load import OURS, check, load
 
-from chunkserve.deploy.bench import BenchSettings, run_bench
-from chunkserve.deploy.client import Client
+from chunkserve.deploy.bench import BenchSettings
 from chunkserve.deploy.local_server import local_server
-
-OURS = "chunkserve"
-_SAMPLE_PERIOD_S = 0.2
 
 # Shared tokens, new tokens, concurrency.
 Case = tuple[int, int, int]
 
 
-def check(label: str, url: str) -> None:
-    """The server answers, and ours rightly, before anything is timed.
-
-    Other engines round otherwise, and the first token of this answer is nearly a tie.
-    """
-    with Client(url) as client:
-        text = client.chat("What is the capital of France?", max_tokens=16, temperature=0).text
-    if not text or (label == OURS and text != "The capital of France is Paris."):
-        raise SystemExit(f"{label} says that the capital of France is {text!r}; nothing is timed")
-
-
-async def measure(label: str, url: str, args: argparse.Namespace, case: Case, turn: int) -> dict[str, Any]:
+def measure(label: str, url: str, args: argparse.Namespace, case: Case, turn: int) -> dict[str, Any]:
     """One burst of a case."""
     shared, new, concurrency = case
     settings = BenchSettings(
@@ -48,24 +32,7 @@ async def measure(label: str, url: str, args: argparse.Namespace, case: Case, tu
         num_requests=concurrency * args.rounds, shared_tokens=shared, own_tokens=args.own_tokens, new_tokens=new,
         seed=turn,
     )  # fmt: skip
-    load = asyncio.create_task(run_bench(settings))
-    peak = await _kv_bytes_peak(url, load) if label == OURS else None
-    row = (await load).row()
-    if row["errors"]:
-        raise SystemExit(f"{label}: {row['errors']} requests failed")
-    return row | {"turn": turn, "kv_bytes_peak": peak}
-
-
-async def _kv_bytes_peak(url: str, load: "asyncio.Task[Any]") -> int:
-    """The most K and V bytes in use by running sequences while a load lasts."""
-    peak = 0
-    async with httpx.AsyncClient(timeout=60) as client:
-        while not load.done():
-            text = (await client.get(f"{url}/metrics")).text
-            values = re.findall(r"^chunkserve_kv_bytes_in_use(?:{[^}]*})? (\S+)$", text, re.MULTILINE)
-            peak = max(peak, int(sum(map(float, values))))
-            await asyncio.sleep(_SAMPLE_PERIOD_S)
-    return peak
+    return asyncio.run(load(settings, watch=label == OURS)).row() | {"turn": turn}
 
 
 def main() -> None:
@@ -92,7 +59,7 @@ def main() -> None:
             check(label, url)
         for case in cases:
             for turn in range(args.repeats):
-                rows += [asyncio.run(measure(label, url, args, case, turn)) for label, url in servers.items()]
+                rows += [measure(label, url, args, case, turn) for label, url in servers.items()]
     if args.json:
         write_rows(args.json, rows)
 
@@ -124,11 +91,6 @@ def _print_headline(rows: list[dict[str, Any]], case: Case, peers: list[str]) ->
             f"{OURS} / {peer}, output tokens/s: {statistics.median(ratios):.2f}x ({ratios[0]:.2f} to {ratios[-1]:.2f}) "
             f"at {where}"
         )
-
-
-def _figure(values: list[float | None]) -> str:
-    known = [value for value in values if value is not None]
-    return f"{statistics.median(known):.4g} ({min(known):.4g} to {max(known):.4g})" if known else "-"
 
 
 def _is_of(row: dict[str, Any], label: str, case: Case) -> bool:

@@ -1,6 +1,6 @@
-"""What does sharing prefixes give a user? The same server twice, sharing on and off, under `chunkserve bench`.
+"""What does sharing prefixes give a user? The same requests with and without it, by turns, as `chunkserve bench` sends.
 
-Both servers run side by side and are loaded by turns, each turn with new words, so that its shared prompt is cold.
+Without: each request has a cache_salt of its own. Each turn has new words, so that its shared prompt is cold.
 """
 
 import argparse
@@ -12,39 +12,29 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 from rows import write_rows
+from server_load import OURS, check, load
 
-from chunkserve.deploy.bench import BenchSettings, run_bench
-from chunkserve.deploy.client import Client
-from chunkserve.deploy.local_server import LocalServer, local_server
+from chunkserve.deploy.bench import BenchSettings
+from chunkserve.deploy.local_server import local_server
 
-
-def check(servers: dict[str, LocalServer]) -> None:
-    """Both servers say the same, before anything is timed."""
-    texts = set()
-    for server in servers.values():
-        with Client(server.url) as client:
-            texts.add(client.chat("What is the capital of France?", max_tokens=16, temperature=0).text)
-    if texts != {"The capital of France is Paris."}:
-        raise SystemExit(f"the servers' answers are wrong, nothing is timed: {texts}")
+SHARING = {"sharing on": True, "sharing off": False}
 
 
-def measure(servers: dict[str, LocalServer], args: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(url: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for turn in range(args.repeats):
-        for label, server in servers.items():
+        for label, share in SHARING.items():
             settings = BenchSettings(
-                url=server.url, label=label, concurrency=args.concurrency, num_requests=args.requests,
+                url=url, label=label, concurrency=args.concurrency, num_requests=args.requests, share=share,
                 shared_tokens=args.shared_tokens, new_tokens=args.new_tokens, seed=turn, warmup=0,
             )  # fmt: skip
-            rows.append(asyncio.run(run_bench(settings)).row() | {"turn": turn})
-            if rows[-1]["errors"]:
-                raise SystemExit(f"{label}: {rows[-1]['errors']} requests failed")
+            rows.append(asyncio.run(load(settings, watch=True)).row() | {"turn": turn})
     return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="one short turn, under a minute once the servers run")
+    parser.add_argument("--quick", action="store_true", help="one short turn, under a minute")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--concurrency", type=int, default=16)
     parser.add_argument("--requests", type=int, default=32)
@@ -55,16 +45,15 @@ def main() -> None:
     if args.quick:
         args.requests, args.shared_tokens, args.new_tokens, args.repeats = 16, 256, 16, 1
     knobs = {"max_sequence_tokens": 2048, "max_running_sequences": args.concurrency}
-    with local_server(knobs) as on, local_server({**knobs, "prefix_sharing": False}) as off:
-        servers = {"sharing on": on, "sharing off": off}
-        check(servers)
-        rows = measure(servers, args)
+    with local_server(knobs) as server:
+        check(OURS, server.url)
+        rows = measure(server.url, args)
     if args.json:
         write_rows(args.json, rows)
 
-    columns = ["output_tokens_per_s", "ttft_ms_p50", "ttft_ms_p90", "tpot_ms_p50", "cached_share"]
+    columns = ["output_tokens_per_s", "ttft_ms_p50", "ttft_ms_p90", "tpot_ms_p50", "cached_share", "kv_bytes_peak"]
     table = Table("", *columns)
-    for label in servers:
+    for label in SHARING:
         values = [[row[column] for row in rows if row["system"] == label] for column in columns]
         table.add_row(label, *(f"{statistics.median(v):.3g} ({min(v):.3g} to {max(v):.3g})" for v in values))
     Console(width=140).print(table)

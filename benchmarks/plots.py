@@ -76,7 +76,7 @@ def draw(path: Path, title: str, panels: Sequence[Panel], *, columns: int = 2) -
     for ax, panel in zip(axes.flat, panels, strict=False):
         for name, points in panel.lines.items():
             if points:
-                ax.plot(*zip(*points, strict=True), label=name, **STYLES[name])
+                ax.plot(*zip(*points, strict=True), label=name, **STYLES.get(name, {"marker": "o"}))
         ax.set(title=panel.title, xlabel=panel.x_label, ylabel=panel.y_label)
         ax.set_ylim(bottom=0)
         ax.grid(alpha=0.3)

@@ -43,6 +43,7 @@ class BenchSettings:
     rate_rps: mean arrivals per second, Poisson, regardless of how many are in flight.
     endpoint: "chat" (the shared part as the system's message), "completions", or "token-ids" (exact counts).
     warmup: requests before the measured ones; 0 measures a cold start.
+    share: False gives each request a cache_salt of its own, so that the server shares nothing.
     seed: chooses the words; another seed shares nothing with this one.
     """
 
@@ -59,6 +60,7 @@ class BenchSettings:
     temperature: float = 0.0
     ignore_eos: bool = True
     warmup: int = 1
+    share: bool = True
     seed: int = 0
     label: str = "chunkserve"
 
@@ -169,7 +171,9 @@ class _Prompts:
         return cls(settings, model, tokens_per_word)
 
     def body(self, number: int) -> dict[str, Any]:
-        return self._framed(self._shared, self._part(f"own {self._settings.seed} {number}", self._settings.own_tokens))
+        own = self._part(f"own {self._settings.seed} {number}", self._settings.own_tokens)
+        salt = {} if self._settings.share else {"cache_salt": f"{self._settings.seed} {number}"}
+        return self._framed(self._shared, own) | salt
 
     def _part(self, seed: str, tokens: int) -> Any:
         source = random.Random(seed)

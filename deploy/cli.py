@@ -80,6 +80,7 @@ def bench(
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     ignore_eos: Annotated[bool, typer.Option(help="Generate --new-tokens whatever the model says.")] = True,
     warmup: Annotated[int, typer.Option(min=0, help="Requests before the measured ones; 0 is a cold start.")] = 1,
+    share: Annotated[bool, typer.Option(help="--no-share gives each request a cache_salt of its own.")] = True,
     seed: Annotated[int, typer.Option(help="Chooses the words; seeds share nothing.")] = 0,
     api_key: Annotated[str | None, typer.Option(help="Bearer token.")] = None,
     label: Annotated[str, typer.Option(help="`system` in the JSON row.")] = "chunkserve",
@@ -100,6 +101,7 @@ def bench(
         temperature=temperature,
         ignore_eos=ignore_eos,
         warmup=warmup,
+        share=share,
         seed=seed,
         label=label,
     )

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -13,6 +14,7 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import yaml
 
@@ -66,6 +68,7 @@ def run_blocking(
             path.write_text(yaml.safe_dump(document, sort_keys=False))
         say("Checking the model...")
         _check_model(config)
+        _refuse_taken_port(base_url(document))
         say(f"Starting Ray and {config.num_replicas} replica(s) of {config.model_name} (about half a minute)...")
         serve = Path(sys.executable).with_name("serve")
         process = subprocess.Popen(
@@ -90,6 +93,18 @@ def run_blocking(
             return 0
         finally:
             _end(process, config.drain_timeout_s)
+
+
+def _refuse_taken_port(url: str) -> None:
+    """Serve would share the port with the other server (SO_REUSEPORT), and each would get some of the requests."""
+    address = urlsplit(url)
+    try:
+        socket.create_connection((str(address.hostname), address.port or 0), timeout=5).close()
+    except OSError:
+        return
+    raise ConfigError(
+        f"port: {address.port} on {address.hostname} has a server already; stop it, or set another --port"
+    )
 
 
 def _check_model(config: ServeConfig) -> None:

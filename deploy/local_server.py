@@ -54,12 +54,26 @@ def local_server(
     Raises:
         LocalServerError: no answer within start_timeout_s, or a process that does not end.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    with loopback_port() as port, _server_on(port, knobs or {}, config, start_timeout_s) as server:
+        yield server
+
+
+@contextmanager
+def loopback_port() -> Iterator[int]:
+    """A free port that no other program is given while the block runs; one that sets SO_REUSEPORT, as Serve does, can
+    listen on it.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
+
+
+@contextmanager
+def _server_on(port: int, knobs: Mapping[str, Any], config: Path, start_timeout_s: float) -> Iterator[LocalServer]:
     program = str(Path(sys.executable).with_name("chunkserve"))
     command = [program, "serve", str(config), "--port", str(port), "--until-stdin-closes"]
-    for knob, value in (knobs or {}).items():
+    for knob, value in knobs.items():
         command += ["--set", f"{knob}={yaml.safe_dump(value, default_flow_style=True).splitlines()[0]}"]
     lines: list[str] = []
     ready: queue.SimpleQueue[bool] = queue.SimpleQueue()

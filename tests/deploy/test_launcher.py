@@ -1,5 +1,6 @@
 """What stops a start before Ray runs, and what is noticed while it does."""
 
+import socket
 import subprocess
 import sys
 import time
@@ -10,6 +11,7 @@ import yaml
 
 from chunkserve.deploy.config import DEFAULT_FILE, ConfigError
 from chunkserve.deploy.launcher import _Output, base_url, load_document, run_blocking
+from chunkserve.deploy.local_server import loopback_port
 
 
 def test_overrides_reach_the_knobs_and_the_http_options() -> None:
@@ -60,6 +62,25 @@ def test_sizes_that_do_not_fit_the_model_stop_the_start(
     with pytest.raises(ConfigError, match=words):
         run_blocking(DEFAULT_FILE, knobs, said.append)
     assert not any("Starting Ray" in line for line in said)
+
+
+@pytest.mark.model
+def test_a_port_that_has_a_server_stops_the_start(small_model: Path) -> None:
+    said: list[str] = []
+    with socket.create_server(("127.0.0.1", 0), reuse_port=True) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"port: {port} on 127.0.0.1 has a server already"):
+            run_blocking(DEFAULT_FILE, {"port": port}, said.append)
+    assert not any("Starting Ray" in line for line in said)
+
+
+def test_a_loopback_port_is_held_until_its_block_ends() -> None:
+    with loopback_port() as port:
+        with pytest.raises(OSError, match="in use"), socket.socket() as other:
+            other.bind(("127.0.0.1", port))
+        with socket.create_server(("127.0.0.1", port), reuse_port=True):
+            pass
+    socket.create_server(("127.0.0.1", port)).close()
 
 
 def test_a_failed_deployment_is_noticed_and_output_goes_on(capfd: pytest.CaptureFixture[str]) -> None:
