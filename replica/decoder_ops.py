@@ -100,4 +100,4 @@ def norm_heads(
     q_norm, k_norm = norms
     q, k, _ = qkv.view(len(qkv), -1, len(q_norm)).split((num_heads, num_kv_heads, num_kv_heads), dim=1)
     for heads, norm in ((q, q_norm), (k, k_norm)):
-        heads.copy_(ops.rms_norm(heads.reshape(-1, len(norm)), norm, eps).view_as(heads))
+        heads.copy_(ops.rms_norm(heads.contiguous().view(-1, len(norm)), norm, eps).view_as(heads))

@@ -28,9 +28,9 @@ from .model_config import LayerMask, ModelConfig, ModelError, eos_token_ids, max
 _IMPLEMENTATION: Final = "chunkserve"
 # Tensors that come with a layer's attention and do not change it: positions are in q and k already, the sink is ours.
 _KNOWN_TENSORS: Final = ("position_ids", "cache_position", "s_aux")
-# Largest relative error of the median row of logits; transformers' own ways of attention differ by less.
-_TOLERANCE: Final = {torch.float32: 1e-3}
-_TOLERANCE_HALF: Final = 0.05
+# Largest relative error of the median row of logits against transformers' own: rounding in half precision makes up to
+# 3 % in small random models, a model that is not what we take it for some ten times as much.
+_TOLERANCE: Final = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.1}
 _MAX_CHECKED_TOKENS: Final = 128
 
 
@@ -134,7 +134,7 @@ class TransformersModel:
             theirs = torch.cat([self._model(input_ids=ids[None], use_cache=False).logits[0] for ids in prompts]).float()
             self._model.set_attn_implementation(_IMPLEMENTATION)
         error = ((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)).median().item()
-        if not error <= _TOLERANCE.get(self.dtype, _TOLERANCE_HALF):
+        if not error <= _TOLERANCE[self.dtype]:
             raise ModelError(
                 f"the model's logits over our attention differ from transformers' own by {error:.1%}: it keeps more of "
                 "earlier tokens than keys and values, or finds positions in its own way"
@@ -215,6 +215,8 @@ AttentionInterface.register(_IMPLEMENTATION, _attention)
 
 
 def _give_attention(model: Any, attend: Callable[..., tuple[Tensor, None]]) -> None:
+    # Some models look for padding among the tokens, to warn: on a GPU that waits, and there is none.
+    model.config.pad_token_id = None
     # Which of the modules is an attention layer, only the model knows.
     for module in model.modules():
         module.chunk_attention = attend
@@ -223,18 +225,21 @@ def _give_attention(model: Any, attend: Callable[..., tuple[Tensor, None]]) -> N
 def _load(folder: Path, dtype: torch.dtype) -> Any:
     if not any(folder.glob("*.safetensors")):
         raise ModelError(f"model folder {folder} has no *.safetensors")
-    model, info = AutoModelForCausalLM.from_pretrained(
-        folder,
-        dtype=dtype,
-        attn_implementation=_IMPLEMENTATION,
-        local_files_only=True,
-        trust_remote_code=False,
-        use_safetensors=True,
-        output_loading_info=True,
-    )
-    # transformers would fill these with random numbers.
-    if absent := sorted(info["missing_keys"]) or sorted(name for name, *_ in info["mismatched_keys"]):
-        raise ModelError(f"the model folder has no tensor {absent[0]} of the shape that config.json says")
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            attn_implementation=_IMPLEMENTATION,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ModelError(f"transformers cannot load {folder}: {error}") from error
+    # transformers fills these with random numbers.
+    if absent := sorted(info["missing_keys"]):
+        raise ModelError(f"the model folder has no tensor {absent[0]}")
     return model
 
 
