@@ -28,9 +28,9 @@ from .model_config import LayerMask, ModelConfig, ModelError, eos_token_ids, max
 _IMPLEMENTATION: Final = "chunkserve"
 # Tensors that come with a layer's attention and do not change it: positions are in q and k already, the sink is ours.
 _KNOWN_TENSORS: Final = ("position_ids", "cache_position", "s_aux")
-# Largest relative error of the median row of logits against transformers' own: rounding in half precision makes up to
-# 3 % in small random models, a model that is not what we take it for some ten times as much.
-_TOLERANCE: Final = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.1}
+# Largest relative error of a row of logits against transformers' own, a quarter of the rows left out: rounding in half
+# precision makes up to 7 % in small random models, wrong positions make a half and more.
+_TOLERANCE: Final = {torch.float32: 1e-3, torch.float16: 0.2, torch.bfloat16: 0.2}
 _MAX_CHECKED_TOKENS: Final = 128
 
 
@@ -133,7 +133,9 @@ class TransformersModel:
             self._model.set_attn_implementation("eager")
             theirs = torch.cat([self._model(input_ids=ids[None], use_cache=False).logits[0] for ids in prompts]).float()
             self._model.set_attn_implementation(_IMPLEMENTATION)
-        error = ((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)).median().item()
+        # Not the worst row, since rounding may choose another expert; not the median, since half of the rows are of the
+        # first step, where many a mistake does not show.
+        error = ((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)).quantile(0.75).item()
         if not error <= _TOLERANCE[self.dtype]:
             raise ModelError(
                 f"the model's logits over our attention differ from transformers' own by {error:.1%}: it keeps more of "

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
-from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding
 
 from chunkserve.kernels.dispatch import BackendError
 from chunkserve.replica.build import build_engine, check_options
@@ -192,12 +192,23 @@ def test_bfloat16_is_near(tmp_path: Path) -> None:
     assert all(len(words) == NUM_TOKENS for words in replica.words().values())
 
 
-def test_a_model_that_mixes_tokens_outside_of_attention_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("module", "forward"),
+    [
+        (LlamaMLP, lambda plain: lambda self, x: plain(self, x + x.roll(1, dims=1))),
+        (
+            LlamaRotaryEmbedding,
+            lambda plain: lambda self, x, position_ids: plain(self, x, torch.arange(x.shape[1])[None]),
+        ),
+    ],
+    ids=["mixes tokens outside of attention", "counts positions by rows"],
+)
+def test_a_model_that_is_not_what_it_seems_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any, forward: Any
 ) -> None:
     folder = save(tmp_path, *OTHERS["llama_gelu"])
-    plain = LlamaMLP.forward
-    monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: plain(self, x + x.roll(1, dims=1)))
+    Replica(folder)
+    monkeypatch.setattr(module, "forward", forward(module.forward))
     with pytest.raises(ModelError, match=r"differ from transformers' own by \d+\.\d%: it keeps more of earlier tokens"):
         Replica(folder)
 
