@@ -111,7 +111,7 @@ def _check_model(config: ServeConfig) -> None:
     """What can be known of the model without loading it. Imports torch, so not before it is needed."""
     from chunkserve.kernels.dispatch import BackendError
     from chunkserve.replica.build import check_options
-    from chunkserve.replica.model import ModelError
+    from chunkserve.replica.model_config import ModelError
     from chunkserve.replica.options import BuildError
 
     from .app import replica_options

@@ -35,7 +35,7 @@ class BackendError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionProblem:
-    """What a backend must be able to compute; one per model and device.
+    """What a backend must be able to compute; one per kind of layer of a model, and device.
 
     Attributes:
         device: "cpu" or "cuda".

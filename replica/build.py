@@ -4,6 +4,7 @@ import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
@@ -20,8 +21,9 @@ from .engine import Emit, Engine, EngineConfig, build_tree
 from .follower import Follower
 from .grammar import Grammars
 from .kv_store import KVStore, bytes_per_chunk
-from .model import Decoder, DecoderConfig
-from .model_runner import ModelRunner
+from .model import Decoder, DecoderConfig, decoder_rejects
+from .model_config import ModelConfig, read_config
+from .model_runner import Model, ModelRunner
 from .options import BuildError, ReplicaOptions
 from .prefix_tree import PrefixTree
 from .rank_sync import STATUS_BYTES, RankSync
@@ -29,6 +31,9 @@ from .reporter import RoutingReporter
 from .scheduler import Scheduler
 from .step_core import StepCore
 from .tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from .transformers_model import TransformersConfig
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +56,7 @@ class _Sizes:
     step_tokens: int
     num_slots: int
     chunk_bytes: int
-    problem: AttentionProblem
+    problems: tuple[AttentionProblem, ...]
     backend: Backend
 
 
@@ -62,7 +67,21 @@ def check_options(options: ReplicaOptions) -> None:
         BuildError: a knob does not fit the model or the machine; names it.
         ModelError, BackendError: the model or the attention backend cannot be used.
     """
-    _sizes(options, DecoderConfig.load(Path(options.model)), 0, options.num_ranks)
+    _sizes(options, load_config(Path(options.model)), 0, options.num_ranks)
+
+
+def load_config(folder: Path) -> "DecoderConfig | TransformersConfig":
+    """Of our own decoder where it knows the model, of transformers' model otherwise.
+
+    Raises:
+        ModelError: neither can serve it.
+    """
+    if decoder_rejects(read_config(folder)) is None:
+        return DecoderConfig.load(folder)
+    # transformers' models take seconds to import.
+    from .transformers_model import TransformersConfig
+
+    return TransformersConfig.load(folder)
 
 
 def build_engine(
@@ -121,24 +140,32 @@ def device_of(options: ReplicaOptions) -> str:
 def _build_runner(options: ReplicaOptions, place: Membership | None) -> tuple[ModelRunner, EngineConfig]:
     """This rank's share of the model over its KV memory; the tightest rank sizes the pools of all."""
     folder = Path(options.model)
-    config = DecoderConfig.load(folder)
+    config = load_config(folder)
     rank, num_ranks = (place.rank, place.num_ranks) if place is not None else (0, 1)
     sizes = _sizes(options, config, rank, num_ranks)
     torch.set_num_threads(sizes.num_threads)
     cpu_ops.set_num_threads(sizes.num_threads)
-    model = Decoder(
-        folder, dtype=sizes.dtype, device=sizes.device, max_tokens=sizes.max_tokens, rank=rank, num_ranks=num_ranks
-    )
+    model: Model
+    if isinstance(config, DecoderConfig):
+        model = Decoder(
+            folder, dtype=sizes.dtype, device=sizes.device, max_tokens=sizes.max_tokens, rank=rank, num_ranks=num_ranks
+        )
+    else:
+        from .transformers_model import TransformersModel
+
+        model = TransformersModel(folder, config, dtype=sizes.dtype, device=sizes.device)
+        model.check(sizes.backend, options.chunk_size)
     num_slots = sizes.num_slots
     if place is not None:
         place.group.check_exact(model.activation_dtype, config.hidden_size)
         num_slots = place.group.smallest(num_slots)
         model.collectives = _collectives(place, model, sizes.step_tokens)
-    kv = KVStore(sizes.backend, sizes.problem, num_layers=config.num_layers, num_slots=num_slots)
+    kv = KVStore(sizes.backend, sizes.problems, num_slots=num_slots)
     logger.info(
-        "replica built model=%s rank=%d ranks=%d device=%s dtype=%s backend=%s threads=%d chunks=%d pool_bytes=%d",
-        folder.name, rank, num_ranks, sizes.device, sizes.dtype, sizes.backend.name, sizes.num_threads, num_slots,
-        num_slots * sizes.chunk_bytes,
+        "replica built model=%s runs_as=%s rank=%d ranks=%d device=%s dtype=%s backend=%s threads=%d chunks=%d "
+        "pool_bytes=%d",
+        folder.name, type(model).__name__, rank, num_ranks, sizes.device, sizes.dtype, sizes.backend.name,
+        sizes.num_threads, num_slots, num_slots * sizes.chunk_bytes,
     )  # fmt: skip
     return ModelRunner(model, kv), EngineConfig(
         chunk_size=options.chunk_size,
@@ -156,7 +183,7 @@ def _build_runner(options: ReplicaOptions, place: Membership | None) -> tuple[Mo
     )
 
 
-def _collectives(place: Membership, model: Decoder, step_tokens: int) -> Collectives:
+def _collectives(place: Membership, model: Model, step_tokens: int) -> Collectives:
     hidden_size, dtype = model.config.hidden_size, model.activation_dtype
     control = ControlRows(
         rank=place.rank,
@@ -175,7 +202,7 @@ def _build_sync(runner: ModelRunner, place: Membership, tree: PrefixTree) -> Ran
     return RankSync(place, runner.model.collectives, tree)
 
 
-def _sizes(options: ReplicaOptions, config: DecoderConfig, rank: int, num_ranks: int) -> _Sizes:
+def _sizes(options: ReplicaOptions, config: ModelConfig, rank: int, num_ranks: int) -> _Sizes:
     device = device_of(options)
     max_tokens = options.max_sequence_tokens or config.max_context_tokens
     if max_tokens > config.max_context_tokens:
@@ -183,10 +210,13 @@ def _sizes(options: ReplicaOptions, config: DecoderConfig, rank: int, num_ranks:
             f"max_sequence_tokens is {max_tokens}; the model's context has {config.max_context_tokens} tokens"
         )
     dtype = getattr(torch, options.dtype) if options.dtype else config.dtype
-    problem = config.problem(
+    problems = config.problems(
         device=device, dtype=dtype, chunk_size=options.chunk_size, rank=rank, num_ranks=num_ranks
     )  # fmt: skip
-    chunk_bytes = bytes_per_chunk(problem, config.num_layers)
+    chunk_bytes = bytes_per_chunk(problems)
+    backend = select_backend(problems[0], options.attention_backend)
+    for problem in set(problems[1:]):
+        select_backend(problem, backend.name)
     return _Sizes(
         device=device,
         dtype=dtype,
@@ -196,8 +226,8 @@ def _sizes(options: ReplicaOptions, config: DecoderConfig, rank: int, num_ranks:
         or max(_CPU_STEP_TOKENS if device == "cpu" else _GPU_STEP_TOKENS, options.max_running),
         num_slots=_num_slots(options, device, chunk_bytes, max_tokens, num_ranks),
         chunk_bytes=chunk_bytes,
-        problem=problem,
-        backend=select_backend(problem, options.attention_backend),
+        problems=problems,
+        backend=backend,
     )
 
 
@@ -209,7 +239,7 @@ def _plan_options(options: ReplicaOptions, sizes: _Sizes) -> PlanOptions:
         share=options.prefix_sharing,
         min_saved_tokens=cpu_tpp.MIN_SAVED_TOKENS if sizes.device == "cpu" else 1,
         num_workers=workers,
-        heads_per_worker_item=sizes.problem.num_kv_heads,
+        heads_per_worker_item=sizes.problems[0].num_kv_heads,
     )
 
 

@@ -91,3 +91,13 @@ class TorchOps:
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
+
+
+def norm_heads(
+    ops: DecoderOps, qkv: Tensor, norms: tuple[Tensor, Tensor], num_heads: int, num_kv_heads: int, eps: float
+) -> None:
+    """RMSNorm of each head of q and of k, in place in a product [T, (H + 2G) D]; `norms` of q and of k, [D] each."""
+    q_norm, k_norm = norms
+    q, k, _ = qkv.view(len(qkv), -1, len(q_norm)).split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    for heads, norm in ((q, q_norm), (k, k_norm)):
+        heads.copy_(ops.rms_norm(heads.contiguous().view(-1, len(norm)), norm, eps).view_as(heads))

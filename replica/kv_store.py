@@ -12,14 +12,14 @@ class KVStore:
 
     Args:
         backend: lays the chunks out, and writes them.
-        problem: shapes and types of one layer's attention.
-        num_layers, num_slots: size; `bytes_per_chunk` tells what a slot costs over all layers.
+        problems: shapes, types and masks of each layer's attention.
+        num_slots: size; `bytes_per_chunk` tells what a slot costs over all layers.
     """
 
-    def __init__(self, backend: Backend, problem: AttentionProblem, *, num_layers: int, num_slots: int) -> None:
+    def __init__(self, backend: Backend, problems: Sequence[AttentionProblem], *, num_slots: int) -> None:
         self.backend = backend
         self.num_slots = num_slots
-        self.layers: list[LayerKV] = [backend.allocate(problem, num_slots) for _ in range(num_layers)]
+        self.layers: list[LayerKV] = [backend.allocate(problem, num_slots) for problem in problems]
 
     def copy(self, copies: Sequence[Copy]) -> None:
         """Copy rows of partly matched chunks, in order, on every layer."""
@@ -28,7 +28,6 @@ class KVStore:
                 self.backend.copy_rows(layer, copy.src_slot, copy.dst_slot, copy.num_rows)
 
 
-def bytes_per_chunk(problem: AttentionProblem, num_layers: int) -> int:
+def bytes_per_chunk(problems: Sequence[AttentionProblem]) -> int:
     """K and V of one chunk on every layer, in bytes, for the heads of this rank."""
-    elements = num_layers * 2 * problem.num_kv_heads * problem.chunk_size * problem.head_dim
-    return elements * problem.kv_dtype.itemsize
+    return sum(2 * p.num_kv_heads * p.chunk_size * p.head_dim * p.kv_dtype.itemsize for p in problems)

@@ -1,20 +1,18 @@
-"""The decoder of the Llama family over our attention and our KV memory, one rank's share of it.
+"""The decoder of Llama and its close relatives over our attention and our KV memory, one rank's share of it.
 
 transformers gives the configuration and the rotary frequencies; the weights come straight from safetensors, and only
 this rank's part of them is read.
 """
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from chunkserve.cluster.collectives import Collectives
@@ -22,30 +20,43 @@ from chunkserve.cluster.share import HeadShare, Share
 from chunkserve.kernels.dispatch import AttentionProblem
 from chunkserve.kernels.plan import AttentionPlan
 
-from .decoder_ops import CpuOps, DecoderOps, Linear, TorchOps
+from .decoder_ops import CpuOps, DecoderOps, Linear, TorchOps, norm_heads
 from .kv_store import KVStore
+from .model_config import LayerMask, ModelConfig, ModelError, eos_token_ids, max_context_tokens, read_config
+
+# Model types that differ from Llama by what `Decoder` and its configuration name; others run through transformers.
+FAMILIES: Final = ("llama", "mistral", "phi3", "qwen2", "qwen3")
+_ROPE_TYPES: Final = ("default", "linear", "llama3", "yarn")
 
 
-class ModelError(ValueError):
-    """The model folder is no model that we can serve; says what is wrong with it."""
+def decoder_rejects(config: Any) -> str | None:
+    """Why the decoder cannot run a transformers config; None when it can."""
+    if config.model_type not in FAMILIES:
+        return f"model_type is {config.model_type}; the decoder knows: {', '.join(FAMILIES)}"
+    if config.hidden_act != "silu":
+        return f"hidden_act is {config.hidden_act}; the decoder knows: silu"
+    rope = config.rope_parameters
+    if rope["rope_type"] not in _ROPE_TYPES:
+        return f"rope_type is {rope['rope_type']}; the decoder knows: {', '.join(_ROPE_TYPES)}"
+    if (factor := rope.get("partial_rotary_factor", 1.0)) != 1.0:
+        return f"partial_rotary_factor is {factor}; the decoder knows: 1.0"
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecoderConfig:
-    """What of a transformers config the decoder needs."""
+class DecoderConfig(ModelConfig):
+    """What of a transformers config the decoder needs.
 
-    num_layers: int
-    hidden_size: int
+    Attributes:
+        fused_projections: q, k and v are stored as one matrix, gate and up as another (Phi-3).
+        norms_heads: each head of q and k is normalised before it is rotated (Qwen3).
+    """
+
     intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
     norm_eps: float
     tied_embeddings: bool
-    max_context_tokens: int
-    eos_token_ids: frozenset[int]
-    dtype: torch.dtype
+    fused_projections: bool
+    norms_heads: bool
 
     @classmethod
     def load(cls, folder: Path) -> "DecoderConfig":
@@ -54,68 +65,44 @@ class DecoderConfig:
         Raises:
             ModelError: not there, or not of the Llama family as we serve it.
         """
-        if not (folder / "config.json").is_file():
-            raise ModelError(f"model folder {folder} has no config.json")
-        config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
-        if config.model_type != "llama":
-            raise ModelError(f"model_type is {config.model_type}; served are: llama")
-        if config.hidden_act != "silu":
-            raise ModelError(f"hidden_act is {config.hidden_act}; served is: silu")
-        rope_type = config.rope_parameters["rope_type"]
-        if rope_type not in ("default", "linear", "llama3", "yarn"):
-            raise ModelError(f"rope_type is {rope_type}; served are: default, linear, llama3, yarn")
-        eos: set[int] = set()
-        for source in (config.eos_token_id, _generation_config(folder).get("eos_token_id")):
-            eos.update([source] if isinstance(source, int) else source or [])
+        config = read_config(folder)
+        if reason := decoder_rejects(config):
+            raise ModelError(reason)
         return cls(
-            num_layers=config.num_hidden_layers,
             hidden_size=config.hidden_size,
             intermediate_size=config.intermediate_size,
             num_heads=config.num_attention_heads,
             num_kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
+            head_dim=_head_dim(config),
             vocab_size=config.vocab_size,
             norm_eps=config.rms_norm_eps,
             tied_embeddings=config.tie_word_embeddings,
-            max_context_tokens=config.max_position_embeddings,
-            eos_token_ids=frozenset(eos),
+            max_context_tokens=max_context_tokens(config),
+            eos_token_ids=eos_token_ids(config, folder),
             dtype=config.dtype or torch.float32,
+            masks=tuple(LayerMask(window=window) for window in _windows(config)),
+            fused_projections=config.model_type == "phi3",
+            norms_heads=config.model_type == "qwen3",
         )
 
-    def heads(self, rank: int = 0, num_ranks: int = 1) -> HeadShare:
-        """The attention heads of a rank.
+    def activation_dtype(self, device: str, dtype: torch.dtype) -> torch.dtype:
+        return torch.float32 if device == "cpu" else dtype
 
-        Raises:
-            ModelError: there are not enough for so many ranks.
-        """
+    def heads(self, rank: int = 0, num_ranks: int = 1) -> HeadShare:
         if num_ranks > self.num_heads:
             raise ModelError(f"tensor_parallel_size is {num_ranks}; the model has {self.num_heads} attention heads")
         return HeadShare.of(
             num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, rank=rank, num_ranks=num_ranks
         )  # fmt: skip
 
-    def problem(
-        self, *, device: str, dtype: torch.dtype, chunk_size: int, rank: int = 0, num_ranks: int = 1
-    ) -> AttentionProblem:
-        """The attention of a rank."""
-        heads = self.heads(rank, num_ranks)
-        return AttentionProblem(
-            device=device,
-            dtype=_activation_dtype(device, dtype),
-            kv_dtype=dtype,
-            num_heads=heads.num_heads,
-            num_kv_heads=heads.num_kv_heads,
-            head_dim=self.head_dim,
-            chunk_size=chunk_size,
-        )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """Weights of one layer: a rank's heads and MLP columns."""
+    """Weights of one layer: a rank's heads and MLP columns; `head_norms` of q and of k, [D] each."""
 
     input_norm: Tensor
     qkv: Linear
+    head_norms: tuple[Tensor, Tensor] | None
     output: Linear
     mlp_norm: Tensor
     gate_up: Linear
@@ -149,7 +136,7 @@ class Decoder:
         self._heads = config.heads(rank, num_ranks)
         self._rank, self._num_ranks = rank, num_ranks
         self.dtype, self.device = dtype or config.dtype, device
-        self.activation_dtype = _activation_dtype(device, self.dtype)
+        self.activation_dtype = config.activation_dtype(device, self.dtype)
         self._ops: DecoderOps = CpuOps() if device == "cpu" else TorchOps()
         self.collectives: Collectives | None = None
         self._columns = Share(total=config.intermediate_size, rank=rank, num_ranks=num_ranks)
@@ -158,30 +145,21 @@ class Decoder:
         weights = _Weights(folder, self.dtype, device)
         self._embedding = weights.rows("model.embed_tokens.weight")
         self._layers = [self._load_layer(weights, f"model.layers.{i}.", rank) for i in range(config.num_layers)]
-        self._final_norm = weights.rows("model.norm.weight").to(self.activation_dtype)
+        self._final_norm = self._norm(weights, "model.norm.weight")
         head = "model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight"
         self._head = self._ops.linear(weights.rows(head, vocab[rank]), None)
         self._cos, self._sin = _rotary_tables(folder, max_tokens, device)
 
-    def problem(self, chunk_size: int) -> AttentionProblem:
-        """This rank's attention."""
-        return self.config.problem(
+    def problems(self, chunk_size: int) -> tuple[AttentionProblem, ...]:
+        """This rank's attention, by layers."""
+        return self.config.problems(
             device=self.device, dtype=self.dtype, chunk_size=chunk_size, rank=self._rank, num_ranks=self._num_ranks
         )
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan, kv: KVStore, logit_rows: Tensor
     ) -> Tensor:
-        """One step.
-
-        Args:
-            token_ids, positions: [T] int64, rows in plan order.
-            plan: of this step.
-            kv: K and V of earlier tokens; those of this step are appended.
-            logit_rows: [R] int64, rows whose logits are wanted.
-        Returns:
-            [R, V] float32, the same on all ranks.
-        """
+        """One step; see `Model.forward`."""
         config, ops = self.config, self._ops
         num_heads, num_kv_heads = self._heads.num_heads, self._heads.num_kv_heads
         eps, scale = config.norm_eps, config.head_dim**-0.5
@@ -191,7 +169,10 @@ class Decoder:
         # Each layer ends with the norm that the next one begins with: adding and normalising are one pass.
         next_norms = [layer.input_norm for layer in self._layers[1:]] + [self._final_norm]
         for layer, layer_kv, next_norm in zip(self._layers, kv.layers, next_norms, strict=True):
-            q, k, v = ops.rope_qkv(layer.qkv(h), cos, sin, num_heads, num_kv_heads, self.dtype)
+            qkv = layer.qkv(h)
+            if layer.head_norms is not None:
+                norm_heads(ops, qkv, layer.head_norms, num_heads, num_kv_heads, eps)
+            q, k, v = ops.rope_qkv(qkv, cos, sin, num_heads, num_kv_heads, self.dtype)
             kv.backend.append(layer_kv, k, v, plan)
             attended = kv.backend.attend(q, layer_kv, plan, scale=scale)
             output = self._whole(layer.output, attended.view(len(x), -1))
@@ -212,33 +193,46 @@ class Decoder:
         return self.collectives.all_reduce(linear(x, self.collectives.rows(len(x))))
 
     def _load_layer(self, weights: "_Weights", prefix: str, rank: int) -> Layer:
-        d, heads, columns = self.config.head_dim, self._heads, self._columns
+        config, d, heads, columns = self.config, self.config.head_dim, self._heads, self._columns
         q_rows = (heads.q_begin * d, heads.q_end * d)
         kv_rows = (heads.kv_begin * d, heads.kv_end * d)
-        attn, mlp = prefix + "self_attn.", prefix + "mlp."
-        qkv = [("q_proj", q_rows), ("k_proj", kv_rows), ("v_proj", kv_rows)]
-        gate_up = ("gate_proj", "up_proj")
         mlp_rows = (columns.begin, columns.end)
+        attn, mlp = prefix + "self_attn.", prefix + "mlp."
+        if config.fused_projections:
+            q_size, kv_size, mlp_size = config.num_heads * d, config.num_kv_heads * d, config.intermediate_size
+            begins = (0, q_size, q_size + kv_size)
+            qkv = [("qkv_proj", _moved(r, begin)) for r, begin in zip((q_rows, kv_rows, kv_rows), begins, strict=True)]
+            gate_up = [("gate_up_proj", _moved(mlp_rows, begin)) for begin in (0, mlp_size)]
+        else:
+            qkv = [("q_proj", q_rows), ("k_proj", kv_rows), ("v_proj", kv_rows)]
+            gate_up = [("gate_proj", mlp_rows), ("up_proj", mlp_rows)]
         return Layer(
-            input_norm=weights.rows(prefix + "input_layernorm.weight").to(self.activation_dtype),
-            qkv=self._ops.linear(
-                torch.cat([weights.rows(f"{attn}{name}.weight", rows) for name, rows in qkv]),
-                weights.joined_bias([(f"{attn}{name}.bias", rows) for name, rows in qkv]),
-            ),
+            input_norm=self._norm(weights, prefix + "input_layernorm.weight"),
+            qkv=self._joined(weights, attn, qkv),
+            head_norms=(self._norm(weights, attn + "q_norm.weight"), self._norm(weights, attn + "k_norm.weight"))
+            if config.norms_heads
+            else None,
             # The bias of a sum over ranks is added by one of them.
             output=self._ops.linear(
                 weights.columns(attn + "o_proj.weight", q_rows),
                 weights.bias(attn + "o_proj.bias") if rank == 0 else None,
             ),
-            mlp_norm=weights.rows(prefix + "post_attention_layernorm.weight").to(self.activation_dtype),
-            gate_up=self._ops.linear(
-                torch.cat([weights.rows(f"{mlp}{name}.weight", mlp_rows) for name in gate_up]),
-                weights.joined_bias([(f"{mlp}{name}.bias", mlp_rows) for name in gate_up]),
-            ),
+            mlp_norm=self._norm(weights, prefix + "post_attention_layernorm.weight"),
+            gate_up=self._joined(weights, mlp, gate_up),
             down=self._ops.linear(
                 weights.columns(mlp + "down_proj.weight", mlp_rows),
                 weights.bias(mlp + "down_proj.bias") if rank == 0 else None,
             ),
+        )
+
+    def _norm(self, weights: "_Weights", name: str) -> Tensor:
+        return weights.rows(name).to(self.activation_dtype)
+
+    def _joined(self, weights: "_Weights", prefix: str, parts: list[tuple[str, tuple[int, int]]]) -> Linear:
+        """One product with rows of several matrices."""
+        return self._ops.linear(
+            torch.cat([weights.rows(f"{prefix}{name}.weight", rows) for name, rows in parts]),
+            weights.joined_bias([(f"{prefix}{name}.bias", rows) for name, rows in parts]),
         )
 
 
@@ -276,23 +270,30 @@ class _Weights:
             return cut(tensors.get_slice(name)).to(self._device, self._dtype)
 
 
-def _activation_dtype(device: str, dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if device == "cpu" else dtype
+def _moved(rows: tuple[int, int], by: int) -> tuple[int, int]:
+    return rows[0] + by, rows[1] + by
+
+
+def _head_dim(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def _windows(config: Any) -> list[int | None]:
+    """The sliding window of each layer, where its family has one."""
+    window = getattr(config, "sliding_window", None)
+    if config.model_type in ("qwen2", "qwen3"):
+        return [window if layer_type == "sliding_attention" else None for layer_type in config.layer_types]
+    return [window if config.model_type in ("mistral", "phi3") else None] * config.num_hidden_layers
 
 
 def _rotary_tables(folder: Path, max_tokens: int, device: str) -> tuple[Tensor, Tensor]:
     """Cosine and sine of each position, [max_tokens, D / 2] float32."""
-    config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
-    rope = config.rope_parameters
+    config = read_config(folder)
+    rope, head_dim = config.rope_parameters, _head_dim(config)
     if rope["rope_type"] == "default":
-        frequencies = 1.0 / rope["rope_theta"] ** (torch.arange(0, config.head_dim, 2).float() / config.head_dim)
+        frequencies = 1.0 / rope["rope_theta"] ** (torch.arange(0, head_dim, 2).float() / head_dim)
         scaling = 1.0
     else:
         frequencies, scaling = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, "cpu")
     angles = torch.arange(max_tokens).float()[:, None] * frequencies.float()[None, :]
     return (angles.cos() * scaling).to(device), (angles.sin() * scaling).to(device)
-
-
-def _generation_config(folder: Path) -> dict[str, Any]:
-    path = folder / "generation_config.json"
-    return json.loads(path.read_text()) if path.is_file() else {}

@@ -1,19 +1,52 @@
 """Runs a step on this rank: batch and plan in, logits out."""
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
+from chunkserve.cluster.collectives import Collectives
 from chunkserve.kernels.plan import AttentionPlan
 
 from .kv_store import KVStore
-from .model import Decoder
+from .model_config import ModelConfig
 from .scheduler import Batch
+
+
+class Model(Protocol):
+    """Our own decoder, or a model of transformers."""
+
+    collectives: Collectives | None
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    @property
+    def device(self) -> str: ...
+
+    @property
+    def activation_dtype(self) -> torch.dtype: ...
+
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan, kv: KVStore, logit_rows: Tensor
+    ) -> Tensor:
+        """One step.
+
+        Args:
+            token_ids, positions: [T] int64, rows in plan order.
+            plan: of this step.
+            kv: K and V of earlier tokens; those of this step are appended.
+            logit_rows: [R] int64, rows whose logits are wanted.
+        Returns:
+            [R, V] float32, the same on all ranks.
+        """
+        ...
 
 
 class ModelRunner:
     """The model and its KV memory."""
 
-    def __init__(self, model: Decoder, kv: KVStore) -> None:
+    def __init__(self, model: Model, kv: KVStore) -> None:
         self.model = model
         self.kv = kv
 

@@ -30,9 +30,7 @@ class Tokenizer:
     def __init__(self, model_path: str | Path) -> None:
         folder = Path(model_path)
         self._tokenizer: Any = _load_tokenizer(folder)
-        config = json.loads((folder / "config.json").read_text())
-        self.vocab_size: int = config["vocab_size"]
-        self.max_context_tokens: int = config["max_position_embeddings"]
+        self.vocab_size, self.max_context_tokens = _model_sizes(folder)
         added = self._tokenizer.added_tokens_decoder
         self._special_ids = frozenset(self._tokenizer.all_special_ids) | {i for i in added if added[i].special}
         self._added = {int(i): str(added[i].content) for i in added}
@@ -87,6 +85,17 @@ class Tokenizer:
         if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
             return bytes([int(piece[3:5], 16)])
         return piece.replace("\u2581", " ").encode()
+
+
+def _model_sizes(folder: Path) -> tuple[int, int]:
+    """vocab_size and max_position_embeddings; where config.json has not both under these names, transformers knows."""
+    stored = json.loads((folder / "config.json").read_text())
+    if "vocab_size" in stored and "max_position_embeddings" in stored:
+        return stored["vocab_size"], stored["max_position_embeddings"]
+    from transformers import AutoConfig
+
+    config: Any = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    return config.vocab_size, config.max_position_embeddings
 
 
 def _load_tokenizer(folder: Path) -> Any:

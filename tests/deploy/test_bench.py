@@ -56,6 +56,15 @@ async def test_the_same_seed_sends_the_same_prompts(live_url, replica) -> None:
     assert not set(ids[0]) & set(ids[2])
 
 
+async def test_without_sharing_each_request_has_a_salt_of_its_own(live_url, replica) -> None:
+    await run_bench(settings(live_url, concurrency=1))
+    assert {request.cache_salt for request in replica.requests} == {""}
+    replica.requests.clear()
+    await run_bench(settings(live_url, share=False, concurrency=1))
+    salts = [request.cache_salt for request in replica.requests[CALIBRATION:]]
+    assert len(set(salts)) == len(salts) == 14
+
+
 async def test_times_are_those_of_the_server(live_url, replica) -> None:
     replica.pause_s = 0.02
     row = (await run_bench(settings(live_url, concurrency=2))).row()

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig
+from transformers import GPTNeoXConfig, LlamaConfig, LlamaForCausalLM
 
 from chunkserve.cluster.collectives import Collectives
 from chunkserve.cluster.control_rows import ControlRows
@@ -13,7 +13,8 @@ from chunkserve.kernels.dispatch import select_backend
 from chunkserve.kernels.plan import build_plan
 from chunkserve.replica.decoder_ops import CpuOps, TorchOps
 from chunkserve.replica.kv_store import KVStore
-from chunkserve.replica.model import Decoder, DecoderConfig, ModelError
+from chunkserve.replica.model import Decoder, DecoderConfig
+from chunkserve.replica.model_config import ModelError
 
 from ..cluster.rank_threads import on_ranks  # noqa: TID252
 
@@ -50,8 +51,8 @@ def save(folder: Path, **options: object) -> LlamaForCausalLM:
 
 
 def store(model: Decoder, num_slots: int = 8) -> KVStore:
-    problem = model.problem(16)
-    return KVStore(select_backend(problem), problem, num_layers=model.config.num_layers, num_slots=num_slots)
+    problems = model.problems(16)
+    return KVStore(select_backend(problems[0]), problems, num_slots=num_slots)
 
 
 def logits_in_two_steps(model: Decoder, token_ids: list[int], split: int) -> torch.Tensor:
@@ -141,8 +142,8 @@ def test_native_ops_equal_torch() -> None:
 def test_foreign_models_are_refused_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"has no config\.json"):
         DecoderConfig.load(tmp_path)
-    MistralConfig().save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="model_type is mistral; served are: llama"):
+    GPTNeoXConfig().save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="model_type is gpt_neox; the decoder knows: llama, mistral, phi3, qwen2"):
         DecoderConfig.load(tmp_path)
     LlamaConfig(hidden_act="gelu").save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="hidden_act is gelu"):
