@@ -109,6 +109,7 @@ def replica_options(config: ServeConfig) -> ReplicaOptions:
     return ReplicaOptions(
         model=str(folder),
         dtype=None if config.dtype == "auto" else config.dtype,
+        kv_dtype=None if config.kv_dtype == "auto" else config.kv_dtype,
         device=None if config.device == "auto" else config.device,
         attention_backend=config.attention_backend,
         num_threads=None if config.num_threads == "auto" else config.num_threads,

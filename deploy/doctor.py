@@ -89,15 +89,16 @@ def _devices() -> list[dict[str, str]]:
 def _backends() -> list[dict[str, str | None]]:
     import torch
 
-    from chunkserve.kernels.dispatch import AttentionProblem, backend_matrix
+    from chunkserve.kernels.dispatch import FP8, AttentionProblem, backend_matrix
 
     rows: list[dict[str, str | None]] = []
     for device in ("cpu", "cuda"):
         if device == "cuda" and not torch.cuda.is_available():
             continue
-        for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            problem = AttentionProblem(device=device, dtype=dtype, kv_dtype=dtype, **_HEADS)
+        kinds = [(dtype, dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)]
+        for dtype, kv_dtype in (*kinds, (torch.bfloat16, FP8)):
+            problem = AttentionProblem(device=device, dtype=dtype, kv_dtype=kv_dtype, **_HEADS)
+            name = str(dtype).removeprefix("torch.") + (" with fp8 K and V" if kv_dtype == FP8 else "")
             for backend, reason in backend_matrix(problem):
-                name = str(dtype).removeprefix("torch.")
                 rows.append({"backend": backend, "device": device, "dtype": name, "reason": reason})
     return rows

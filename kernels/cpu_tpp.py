@@ -37,6 +37,10 @@ class CpuBackend:
             return f"chunk_size {problem.chunk_size} is no multiple of 16 up to 256"
         return None
 
+    def num_workers(self, problem: AttentionProblem) -> int:
+        """Threads in force."""
+        return _cpu.num_threads()
+
     def allocate(self, problem: AttentionProblem, num_slots: int) -> LayerKV:
         shape = (num_slots, problem.num_kv_heads, problem.chunk_size * problem.head_dim)
         k, v = (torch.empty(shape, dtype=problem.kv_dtype) for _ in range(2))

@@ -131,6 +131,10 @@ class Backend(Protocol):
         """Why this backend cannot serve the problem here; None when it can."""
         ...
 
+    def num_workers(self, problem: AttentionProblem) -> int:
+        """What runs items side by side on the current device: `PlanOptions.num_workers` for this problem."""
+        ...
+
     def allocate(self, problem: AttentionProblem, num_slots: int) -> LayerKV:
         """All memory of one layer."""
         ...

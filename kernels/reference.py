@@ -138,6 +138,9 @@ class ReferenceBackend:
             )
         return None
 
+    def num_workers(self, problem: AttentionProblem) -> int:
+        return 1
+
     def allocate(self, problem: AttentionProblem, num_slots: int) -> LayerKV:
         shape = (num_slots, problem.num_kv_heads, problem.chunk_size, problem.head_dim)
         k, v = (torch.empty(shape, dtype=problem.kv_dtype, device=problem.device) for _ in range(2))

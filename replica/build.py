@@ -13,7 +13,7 @@ from chunkserve.cluster.collectives import Collectives
 from chunkserve.cluster.control_rows import ControlRows
 from chunkserve.cluster.membership import Membership
 from chunkserve.kernels import cpu_ops, cpu_tpp
-from chunkserve.kernels.dispatch import AttentionProblem, Backend, select_backend
+from chunkserve.kernels.dispatch import FP8, AttentionProblem, Backend, select_backend
 from chunkserve.kernels.plan import PlanOptions
 
 from .chunk_hash import ChunkScheme
@@ -211,8 +211,13 @@ def _sizes(options: ReplicaOptions, config: ModelConfig, rank: int, num_ranks: i
         )
     dtype = getattr(torch, options.dtype) if options.dtype else config.dtype
     problems = config.problems(
-        device=device, dtype=dtype, chunk_size=options.chunk_size, rank=rank, num_ranks=num_ranks
-    )  # fmt: skip
+        device=device,
+        dtype=dtype,
+        chunk_size=options.chunk_size,
+        kv_dtype=FP8 if options.kv_dtype == "fp8_e4m3" else None,
+        rank=rank,
+        num_ranks=num_ranks,
+    )
     chunk_bytes = bytes_per_chunk(problems)
     backend = select_backend(problems[0], options.attention_backend)
     for problem in set(problems[1:]):
@@ -232,13 +237,10 @@ def _sizes(options: ReplicaOptions, config: ModelConfig, rank: int, num_ranks: i
 
 
 def _plan_options(options: ReplicaOptions, sizes: _Sizes) -> PlanOptions:
-    workers = sizes.num_threads
-    if sizes.device == "cuda":
-        workers = torch.cuda.get_device_properties(0).multi_processor_count
     return PlanOptions(
         share=options.prefix_sharing,
         min_saved_tokens=cpu_tpp.MIN_SAVED_TOKENS if sizes.device == "cpu" else 1,
-        num_workers=workers,
+        num_workers=sizes.backend.num_workers(sizes.problems[0]),
         heads_per_worker_item=sizes.problems[0].num_kv_heads,
     )
 

@@ -30,4 +30,4 @@ class KVStore:
 
 def bytes_per_chunk(problems: Sequence[AttentionProblem]) -> int:
     """K and V of one chunk on every layer, in bytes, for the heads of this rank."""
-    return sum(2 * p.num_kv_heads * p.chunk_size * p.head_dim * p.kv_dtype.itemsize for p in problems)
+    return sum(problem.bytes_per_slot() for problem in problems)

@@ -114,7 +114,7 @@ class Decoder:
 
     Args:
         folder: a Hugging Face folder with safetensors.
-        dtype: of weights, K and V; None is the stored one. Activations are float32 on CPUs, else of this type.
+        dtype: of weights; None is the stored one. Activations are float32 on CPUs, else of this type.
         device: "cpu" or "cuda".
         max_tokens: longest sequence, for the rotary tables.
         rank, num_ranks: which part of the heads, MLP columns and vocabulary rows is ours.
@@ -172,7 +172,7 @@ class Decoder:
             qkv = layer.qkv(h)
             if layer.head_norms is not None:
                 norm_heads(ops, qkv, layer.head_norms, num_heads, num_kv_heads, eps)
-            q, k, v = ops.rope_qkv(qkv, cos, sin, num_heads, num_kv_heads, self.dtype)
+            q, k, v = ops.rope_qkv(qkv, cos, sin, num_heads, num_kv_heads, layer_kv.problem.new_kv_dtype)
             kv.backend.append(layer_kv, k, v, plan)
             attended = kv.backend.attend(q, layer_kv, plan, scale=scale)
             output = self._whole(layer.output, attended.view(len(x), -1))

@@ -63,15 +63,26 @@ class ModelConfig:
         )  # fmt: skip
 
     def problems(
-        self, *, device: str, dtype: torch.dtype, chunk_size: int, rank: int = 0, num_ranks: int = 1
+        self,
+        *,
+        device: str,
+        dtype: torch.dtype,
+        chunk_size: int,
+        kv_dtype: torch.dtype | None = None,
+        rank: int = 0,
+        num_ranks: int = 1,
     ) -> tuple[AttentionProblem, ...]:
-        """The attention of a rank, by layers."""
+        """The attention of a rank, by layers.
+
+        Args:
+            dtype: of weights; also of K and V unless `kv_dtype` says otherwise.
+        """
         heads = self.heads(rank, num_ranks)
         return tuple(
             AttentionProblem(
                 device=device,
                 dtype=self.activation_dtype(device, dtype),
-                kv_dtype=dtype,
+                kv_dtype=kv_dtype or dtype,
                 num_heads=heads.num_heads,
                 num_kv_heads=heads.num_kv_heads,
                 head_dim=self.head_dim,

@@ -13,6 +13,7 @@ class ReplicaOptions:
 
     model: a model folder.
     dtype: of weights, K and V; None is the type that the model is stored in.
+    kv_dtype: "fp8_e4m3" for K and V of one byte; None is `dtype`.
     device: "cpu" or "cuda"; None is cuda where there is one.
     attention_backend: a name, or "auto".
     num_threads: CPU threads of the model, per rank; None is all cores, divided among the ranks.
@@ -26,6 +27,7 @@ class ReplicaOptions:
 
     model: str
     dtype: str | None = None
+    kv_dtype: str | None = None
     device: str | None = None
     attention_backend: str = "auto"
     num_threads: int | None = None

@@ -81,7 +81,7 @@ class TransformersModel:
     Args:
         folder: a Hugging Face folder with safetensors.
         config: of it.
-        dtype: of weights, activations, K and V; None is the stored one.
+        dtype: of weights and activations; None is the stored one.
         device: "cpu" or "cuda".
     """
 
@@ -177,10 +177,11 @@ class TransformersModel:
         step, kv = self._step, self._step.kv
         layer = kv.layers[step.next_layer]
         step.next_layer += 1
-        q, k, v = (x[0].transpose(0, 1).to(self.dtype) for x in (query, key, value))
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        k, v = (x.to(layer.problem.new_kv_dtype) for x in (k, v))
         kv.backend.append(layer, k, v, step.plan)
         attended = kv.backend.attend(
-            q,
+            q.to(self.dtype),
             layer,
             step.plan,
             scale=self.config.head_dim**-0.5 if scaling is None else scaling,
