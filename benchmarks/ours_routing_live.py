@@ -32,11 +32,14 @@ from chunkserve.deploy.launcher import RAY_ENVIRONMENT
 # Before Ray is imported.
 os.environ.update(RAY_ENVIRONMENT)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Ray's workers are nice by default; beside other programs their streams would stand still now and then.
+os.environ.setdefault("RAY_worker_niceness", "0")
 
 import httpx
 import numpy as np
 import ray
 from live_arms import RAY_PREFIX, Arm, ArmRouter, Ask, Questions
+from live_simulated import Fit, simulated
 from ray import serve
 from rich.console import Console
 from rich.table import Table
@@ -53,6 +56,9 @@ from chunkserve.router.policy import POLICIES
 
 SLO_TTFT_S = 1.0
 SETTLE_S = 1.2
+# How near the simulator must come.
+TTFT_TOLERANCE = 0.15
+HIT_TOLERANCE_POINTS = 2.0
 # A prompt's own part: the question, the end of the template, and what lies behind the last full chunk.
 OWN_TOKENS = 90
 OUTPUT_TOKENS = (8, 24)
@@ -83,7 +89,7 @@ class Fleet:
 SIMULATED = Fleet(
     kind="simulated steps",
     replicas=4,
-    step=StepTime(fixed_s=0.03, per_token_s=6e-4, per_sequence_s=2e-4),
+    step=StepTime(fixed_s=0.06, per_token_s=1.2e-3, per_sequence_s=4e-4),
     is_simulated=True,
 )
 REAL = Fleet(
@@ -178,6 +184,19 @@ class Server:
         for connection in idle:
             await connection.close()
         return list(answers)
+
+    def fit(self, questions: Questions) -> Fit:
+        """What steps cost by the replicas' own fits, and what a first token takes beside its step, one at a time."""
+        found = [load["step"] for load in self.status().values() if load["steps"]]
+        step = StepTime(**{name: statistics.mean(one[name] for one in found) for name in found[0]})
+        (ask, *_) = questions.warmup(seed=-2, output_tokens=(2, 2))
+        salt = f"prefix/fit/{next(self._numbers)}"
+
+        async def alone() -> list[float]:
+            return [(await self._ask([replace(ask, at_s=0.0)], salt))[0].sample.ttft_s for _ in range(12)]  # type: ignore[union-attr]
+
+        warm = statistics.median(asyncio.run(alone())[2:])
+        return Fit(step=step, transit_s=max(0.0, warm - step.fixed_s - step.per_token_s - step.per_sequence_s) / 2)
 
     def check(self, questions: Questions, tokenizer: Tokenizer) -> None:
         """Answers are right, cold and warm, before anything is timed."""
@@ -307,6 +326,59 @@ def measure(
     return rows
 
 
+def validate(
+    server: Server, questions: Questions, args: argparse.Namespace, loads: Sequence[float], policies: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Live arms and the simulator on the same requests, a row each."""
+    config, rows = server.fleet.config(), []
+    runs = [server.run(arm) for arm in arms(server.fleet, questions, args, loads, policies)]
+    fit = server.fit(questions)
+    print(f"fitted: {fit}")
+    for run in sorted(runs, key=lambda run: (run.arm.policy, run.arm.load, run.arm.seed)):
+        result = simulated(
+            run.arm, run.begin_s, fit, replicas=server.fleet.replicas, chunk_size=config.chunk_size_tokens,
+            chunks=config.kv_pool_chunks or 0, max_step_tokens=int(config.max_step_tokens),
+        )  # fmt: skip
+        live = row_of(server.fleet, run)
+        token_s = sorted(result.token_s)
+        sim = live | {
+            "kind": f"simulator of {live['kind']}",
+            "goodput_rps": None,
+            "rejected_share": result.rejected / len(run.answers),
+            "ttft_s_mean": _figure(result.ttft_s_mean),
+            "ttft_s_p50": _figure(np.percentile(result.ttft_s, 50)),
+            "ttft_s_p95": _figure(np.percentile(result.ttft_s, 95)),
+            "tpot_s_p50": _figure(token_s[len(token_s) // 2]),
+            "hit_rate": _figure(result.hit_rate),
+            "max_over_mean_work": None,
+            "decision_us_p50": None,
+            "decision_us_p99": None,
+        }
+        rows += [live, sim]
+        for row in rows[-2:]:
+            print(" ".join(str(row[column]) for column in COLUMNS), flush=True)
+    return rows
+
+
+def verdict(rows: list[dict[str, Any]]) -> str:
+    """How far the simulator is from the live run, by case; means over the seeds."""
+    lines = []
+    live = [row for row in rows if not row["kind"].startswith("simulator")]
+    for policy, load in sorted({(row["policy"], row["load"]) for row in live}):
+        where = {"policy": policy, "load": load}
+        kinds = [f"{prefix}{live[0]['kind']}" for prefix in ("", "simulator of ")]
+        ttft, hits = (
+            [mean_of(rows, column, kind=kind, **where) for kind in kinds] for column in ("ttft_s_p50", "hit_rate")
+        )
+        off, points = ttft[1] / ttft[0] - 1, 100 * (hits[1] - hits[0])
+        holds = abs(off) <= TTFT_TOLERANCE and abs(points) <= HIT_TOLERANCE_POINTS
+        lines.append(
+            f"{policy}, load {load:g}: TTFT p50 live {ttft[0]:.3f} s, simulator {ttft[1]:.3f} s ({off:+.0%}); hit rate "
+            f"{hits[0]:.3f}, {hits[1]:.3f} ({points:+.1f} points): {'holds' if holds else 'DOES NOT HOLD'}"
+        )
+    return "\n".join(lines)
+
+
 def mean_of(rows: list[dict[str, Any]], column: str, **where: Any) -> float:
     return statistics.mean(row[column] for row in rows if all(row[name] == value for name, value in where.items()))
 
@@ -343,12 +415,13 @@ def main() -> None:
         "--quick", action="store_true", help="two replicas, one load, one seed, two policies, under a minute"
     )
     parser.add_argument("--real", action="store_true", help="the small real model as well, at its own loads")
+    parser.add_argument("--validate", action="store_true", help="run the simulator on the same requests, and compare")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write flat rows")
     parser.add_argument("--replicas", type=int, default=SIMULATED.replicas, help="with simulated steps")
     parser.add_argument("--loads", type=float, nargs="+", default=[0.15, 0.3, 0.45])
     parser.add_argument("--policies", nargs="+", choices=ALL_POLICIES, default=list(ALL_POLICIES))
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=8.0, help="of arrivals in each arm")
+    parser.add_argument("--seconds", type=float, default=12.0, help="of arrivals in each arm")
     parser.add_argument("--prompts", type=int, default=15, help="how many of the prompts are used")
     args = parser.parse_args()
     if args.quick:
@@ -365,9 +438,13 @@ def main() -> None:
             print(" ".join(COLUMNS))
             with deployed(fleet, url) as server:
                 server.check(questions, tokenizer)
-                rows += measure(server, questions, args, args.loads, args.policies)
+                run = validate if args.validate else measure
+                rows += run(server, questions, args, args.loads, args.policies)
     if args.json:
         write_rows(args.json, rows)
+    if args.validate:
+        print(verdict(rows))
+        return
     Console(width=170).print(summary(rows))
     print(headline(rows))
 

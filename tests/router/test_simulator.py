@@ -42,7 +42,7 @@ def test_times_are_those_of_the_model() -> None:
     b = replace(a, at_s=100.0)
     result = run([a, b], num_replicas=1, max_step_tokens=65)
     # Two steps for 130 tokens; one step for the two that are not cached.
-    assert result.ttft_s == pytest.approx([2 * 0.005 + 130 * 2e-4, 0.005 + 2 * 2e-4])
+    assert result.ttft_s == pytest.approx([2 * (0.005 + 1e-4) + 130 * 2e-4, 0.005 + 1e-4 + 2 * 2e-4])
     assert result.token_s == pytest.approx([0.005 + 3e-4] * 2)
     assert (result.cached_tokens, result.prompt_tokens) == (128, 260)
 
@@ -169,7 +169,7 @@ def test_scaling_up_and_down_under_load_loses_nothing() -> None:
     result = sim.run(workload)
     assert len(result.finished_at_s) == 4000
     assert result.hit_rate > 0.5
-    assert all(result.work_s[f"more-{i}"] > 0 for i in range(4))
+    assert all(result.computed_tokens[f"more-{i}"] > 0 for i in range(4))
 
 
 def test_cancels_at_any_time_leave_no_load() -> None:
