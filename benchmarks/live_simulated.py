@@ -12,7 +12,7 @@ from chunkserve.router.simulator import SimConfig, SimRequest, SimResult, Simula
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """Costs of a live server. transit_s: half of what a first token takes beside its step."""
+    """Costs of a live server. transit_s: between client and engine, one way."""
 
     step: StepTime
     transit_s: float

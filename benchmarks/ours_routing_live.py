@@ -21,7 +21,7 @@ import random
 import socket
 import statistics
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -53,9 +53,11 @@ from chunkserve.replica.fake import FakeModelRunner
 from chunkserve.replica.protocol import StepTime
 from chunkserve.replica.tokenizer import Tokenizer
 from chunkserve.router.policy import POLICIES
+from chunkserve.router.simulator import SimResult
 
 SLO_TTFT_S = 1.0
 SETTLE_S = 1.2
+CALIBRATION_SEED = 1000
 # How near the simulator must come.
 TTFT_TOLERANCE = 0.15
 HIT_TOLERANCE_POINTS = 2.0
@@ -185,18 +187,10 @@ class Server:
             await connection.close()
         return list(answers)
 
-    def fit(self, questions: Questions) -> Fit:
-        """What steps cost by the replicas' own fits, and what a first token takes beside its step, one at a time."""
+    def step(self) -> StepTime:
+        """What steps cost, by the replicas' own fits."""
         found = [load["step"] for load in self.status().values() if load["steps"]]
-        step = StepTime(**{name: statistics.mean(one[name] for one in found) for name in found[0]})
-        (ask, *_) = questions.warmup(seed=-2, output_tokens=(2, 2))
-        salt = f"prefix/fit/{next(self._numbers)}"
-
-        async def alone() -> list[float]:
-            return [(await self._ask([replace(ask, at_s=0.0)], salt))[0].sample.ttft_s for _ in range(12)]  # type: ignore[union-attr]
-
-        warm = statistics.median(asyncio.run(alone())[2:])
-        return Fit(step=step, transit_s=max(0.0, warm - step.fixed_s - step.per_token_s - step.per_sequence_s) / 2)
+        return StepTime(**{name: statistics.mean(one[name] for one in found) for name in found[0]})
 
     def check(self, questions: Questions, tokenizer: Tokenizer) -> None:
         """Answers are right, cold and warm, before anything is timed."""
@@ -259,10 +253,12 @@ def row_of(fleet: Fleet, run: Run) -> dict[str, Any]:
     samples = [answer.sample for answer in measured if answer.sample is not None]
     end_s = max((answer.ask.at_s + answer.sample.latency_s for answer in measured if answer.sample), default=0.0)
     prompt_tokens = sum(sample.prompt_tokens for sample in samples)
-    work = dict.fromkeys(range(fleet.replicas), 0)
+    work = dict.fromkeys(range(fleet.replicas), 0.0)
     names = sorted({sample.headers["x-chunkserve-replica"] for sample in samples})
     for sample in samples:
-        work[names.index(sample.headers["x-chunkserve-replica"])] += sample.prompt_tokens - sample.cached_tokens
+        new = sample.prompt_tokens - sample.cached_tokens
+        seconds = fleet.step.prefill_s(new, sample.cached_tokens, int(fleet.config().max_step_tokens))
+        work[names.index(sample.headers["x-chunkserve-replica"])] += seconds
     decisions = [int(sample.headers["x-chunkserve-decision-us"]) for sample in samples]
     ttft = [sample.ttft_s for sample in samples]
     refused = sum(answer.error.startswith(REFUSED) for answer in measured)
@@ -285,7 +281,7 @@ def row_of(fleet: Fleet, run: Run) -> dict[str, Any]:
         "ttft_s_p95": _figure(np.percentile(ttft, 95)),
         "tpot_s_p50": _figure(np.median([sample.tpot_s for sample in samples if sample.tpot_s is not None])),
         "hit_rate": _figure(sum(sample.cached_tokens for sample in samples) / prompt_tokens),
-        "max_over_mean_work": _figure(max(work.values()) * fleet.replicas / max(1, sum(work.values()))),
+        "max_over_mean_work": _figure(max(work.values()) * fleet.replicas / sum(work.values())),
         "decision_us_p50": int(np.percentile(decisions, 50)),
         "decision_us_p99": int(np.percentile(decisions, 99)),
     }
@@ -296,11 +292,17 @@ def _figure(value: Any) -> float:
 
 
 def arms(
-    fleet: Fleet, questions: Questions, args: argparse.Namespace, loads: Sequence[float], policies: Sequence[str]
+    fleet: Fleet,
+    questions: Questions,
+    args: argparse.Namespace,
+    loads: Sequence[float],
+    policies: Sequence[str],
+    *,
+    seeds: Iterable[int],
 ) -> list[Arm]:
     """All arms in shuffled order; those of one load and seed ask the same."""
     made = []
-    for load, seed in itertools.product(loads, range(args.seeds)):
+    for load, seed in itertools.product(loads, seeds):
         warmup = questions.warmup(seed=seed, output_tokens=OUTPUT_TOKENS)
         asks = questions.asks(
             rate_rps=fleet.rate_rps(load), seconds=args.seconds, seed=seed, output_tokens=OUTPUT_TOKENS
@@ -320,7 +322,7 @@ def measure(
     server: Server, questions: Questions, args: argparse.Namespace, loads: Sequence[float], policies: Sequence[str]
 ) -> list[dict[str, Any]]:
     rows = []
-    for arm in arms(server.fleet, questions, args, loads, policies):
+    for arm in arms(server.fleet, questions, args, loads, policies, seeds=range(args.seeds)):
         rows.append(row_of(server.fleet, server.run(arm)))
         print(" ".join(str(rows[-1][column]) for column in COLUMNS), flush=True)
     return rows
@@ -331,14 +333,28 @@ def validate(
 ) -> list[dict[str, Any]]:
     """Live arms and the simulator on the same requests, a row each."""
     config, rows = server.fleet.config(), []
-    runs = [server.run(arm) for arm in arms(server.fleet, questions, args, loads, policies)]
-    fit = server.fit(questions)
-    print(f"fitted: {fit}")
-    for run in sorted(runs, key=lambda run: (run.arm.policy, run.arm.load, run.arm.seed)):
-        result = simulated(
+
+    def simulate(run: Run, fit: Fit) -> SimResult:
+        return simulated(
             run.arm, run.begin_s, fit, replicas=server.fleet.replicas, chunk_size=config.chunk_size_tokens,
             chunks=config.kv_pool_chunks or 0, max_step_tokens=int(config.max_step_tokens),
         )  # fmt: skip
+
+    # What lies between client and engine is fitted to arms of their own, so that it knows nothing of those compared.
+    calibration = [
+        server.run(arm) for arm in arms(server.fleet, questions, args, loads, ["threshold"], seeds=[CALIBRATION_SEED])
+    ]
+    runs = [server.run(arm) for arm in arms(server.fleet, questions, args, loads, policies, seeds=range(args.seeds))]
+    fit = Fit(step=server.step(), transit_s=0.0)
+    beside = [
+        statistics.median(a.sample.ttft_s for a in run.answers if a.sample)
+        - statistics.median(simulate(run, fit).ttft_s)
+        for run in calibration
+    ]
+    fit = replace(fit, transit_s=max(0.0, statistics.mean(beside)) / 2)
+    print(f"fitted: {fit}")
+    for run in sorted(runs, key=lambda run: (run.arm.policy, run.arm.load, run.arm.seed)):
+        result = simulate(run, fit)
         live = row_of(server.fleet, run)
         token_s = sorted(result.token_s)
         sim = live | {
@@ -350,7 +366,7 @@ def validate(
             "ttft_s_p95": _figure(np.percentile(result.ttft_s, 95)),
             "tpot_s_p50": _figure(token_s[len(token_s) // 2]),
             "hit_rate": _figure(result.hit_rate),
-            "max_over_mean_work": None,
+            "max_over_mean_work": _figure(result.max_over_mean_work),
             "decision_us_p50": None,
             "decision_us_p99": None,
         }

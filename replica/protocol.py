@@ -138,6 +138,11 @@ class StepTime:
     per_context_s: float = 0.0
     per_sequence_s: float = 0.0
 
+    def prefill_s(self, tokens: int, cached_tokens: int, max_step_tokens: int) -> float:
+        """A prompt of which so many tokens are to be computed, alone in its steps."""
+        steps = -(-tokens // max_step_tokens)
+        return self.fixed_s * steps + (self.per_token_s + self.per_context_s * (cached_tokens + 0.5 * tokens)) * tokens
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HotPrefix:

@@ -80,7 +80,7 @@ class SimResult:
     ttft_s: list[float] = field(default_factory=list)
     token_s: list[float] = field(default_factory=list)
     finished_at_s: list[float] = field(default_factory=list)
-    computed_tokens: Counter[str] = field(default_factory=Counter)  # of prompts, per replica
+    work_s: dict[str, float] = field(default_factory=dict)  # of each replica's prompts, each computed alone
     routed: Counter[str] = field(default_factory=Counter)
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -96,7 +96,7 @@ class SimResult:
 
     @property
     def max_over_mean_work(self) -> float:
-        work = list(self.computed_tokens.values())
+        work = list(self.work_s.values())
         return max(work) * len(work) / sum(work) if sum(work) else 1.0
 
     @property
@@ -275,7 +275,6 @@ class _Replica:
             size = steps.pieces.get(job, 0)
             if size:
                 job.computed += size
-                self.sim.result.computed_tokens[self.name] += size
                 self._store(job)
                 if job.left:
                     continue
@@ -320,6 +319,10 @@ class _Replica:
         job.num_private = private
         job.cached = job.computed = min(cached, request.prompt_tokens - 1)
         job.num_stored = depth
+        if not request.is_warmup:
+            self.sim.result.work_s[self.name] += self.config.step.prefill_s(
+                job.left, job.cached, self.config.max_step_tokens
+            )
         self.pending.update(request.digests[depth:])
         if request.head and request.head not in self.heads:
             self.pending[request.head] += 1
@@ -491,7 +494,7 @@ class Simulator:
         for name in names:
             if name not in self.replicas:
                 self.replicas[name] = replica = _Replica(name, self)
-                self.result.computed_tokens[name] += 0
+                self.result.work_s.setdefault(name, 0.0)
                 # Not all at once.
                 self.after(self._random.random() * self.config.report_period_s, self._report, replica)
         self.replicas = {name: self.replicas[name] for name in names}
