@@ -40,6 +40,7 @@ import numpy as np
 import ray
 from live_arms import RAY_PREFIX, Arm, ArmRouter, Ask, Questions
 from live_simulated import Fit, simulated
+from plots import Panel, draw, require_matplotlib
 from ray import serve
 from rich.console import Console
 from rich.table import Table
@@ -57,7 +58,7 @@ from chunkserve.router.simulator import SimResult
 
 SLO_TTFT_S = 1.0
 SETTLE_S = 1.2
-CALIBRATION_SEED = 1000
+NUM_PROBES = 8
 # How near the simulator must come.
 TTFT_TOLERANCE = 0.15
 HIT_TOLERANCE_POINTS = 2.0
@@ -191,6 +192,16 @@ class Server:
         """What steps cost, by the replicas' own fits."""
         found = [load["step"] for load in self.status().values() if load["steps"]]
         return StepTime(**{name: statistics.mean(one[name] for one in found) for name in found[0]})
+
+    def probe_s(self, questions: Questions) -> float:
+        """Time to the first token of a prompt that is cached, asked alone: a step of one token, and the way."""
+        (ask, *_) = questions.warmup(seed=-2, output_tokens=(1, 1))
+
+        async def alone() -> list[float]:
+            answers = [await self._ask([replace(ask, at_s=0.0)], "prefix/probe") for _ in range(NUM_PROBES)]
+            return [answer.sample.ttft_s for (answer,) in answers if answer.sample is not None]
+
+        return statistics.median(asyncio.run(alone()))
 
     def check(self, questions: Questions, tokenizer: Tokenizer) -> None:
         """Answers are right, cold and warm, before anything is timed."""
@@ -340,21 +351,18 @@ def validate(
             chunks=config.kv_pool_chunks or 0, max_step_tokens=int(config.max_step_tokens),
         )  # fmt: skip
 
-    # What lies between client and engine is fitted to arms of their own, so that it knows nothing of those compared.
-    calibration = [
-        server.run(arm) for arm in arms(server.fleet, questions, args, loads, ["threshold"], seeds=[CALIBRATION_SEED])
-    ]
-    runs = [server.run(arm) for arm in arms(server.fleet, questions, args, loads, policies, seeds=range(args.seeds))]
-    fit = Fit(step=server.step(), transit_s=0.0)
-    beside = [
-        statistics.median(a.sample.ttft_s for a in run.answers if a.sample)
-        - statistics.median(simulate(run, fit).ttft_s)
-        for run in calibration
-    ]
-    fit = replace(fit, transit_s=max(0.0, statistics.mean(beside)) / 2)
-    print(f"fitted: {fit}")
-    for run in sorted(runs, key=lambda run: (run.arm.policy, run.arm.load, run.arm.seed)):
-        result = simulate(run, fit)
+    # What lies between client and engine depends on what else the machine does: it is asked before and after each arm.
+    probes = [server.probe_s(questions)]
+    runs = []
+    for arm in arms(server.fleet, questions, args, loads, policies, seeds=range(args.seeds)):
+        runs.append(server.run(arm))
+        probes.append(server.probe_s(questions))
+    step = server.step()
+    alone_s = step.fixed_s + step.per_token_s + step.per_sequence_s
+    transits = [max(0.0, (before + after) / 2 - alone_s) / 2 for before, after in itertools.pairwise(probes)]
+    print(f"fitted: {step}; one way between client and engine {min(transits):.4f} to {max(transits):.4f} s")
+    for run, transit_s in zip(runs, transits, strict=True):
+        result = simulate(run, Fit(step=step, transit_s=transit_s))
         live = row_of(server.fleet, run)
         token_s = sorted(result.token_s)
         sim = live | {
@@ -413,6 +421,21 @@ def summary(rows: list[dict[str, Any]]) -> Table:
 ALL_POLICIES = (*POLICIES, RAY_PREFIX)
 
 
+def panels(rows: list[dict[str, Any]]) -> list[Panel]:
+    """Time to the first token and goodput over load, for each kind; means over the seeds."""
+    made = []
+    for kind in dict.fromkeys(row["kind"] for row in rows):
+        loads = sorted({row["load"] for row in rows if row["kind"] == kind})
+        policies = [p for p in ALL_POLICIES if any(row["kind"] == kind and row["policy"] == p for row in rows)]
+        for column, label in (("ttft_s_mean", "mean TTFT, s"), ("goodput_rps", f"answers/s within {SLO_TTFT_S:g} s")):
+            lines = {
+                policy: [(load, mean_of(rows, column, kind=kind, load=load, policy=policy)) for load in loads]
+                for policy in policies
+            }
+            made.append(Panel(title=kind, x_label="load", y_label=label, lines=lines))
+    return made
+
+
 def headline(rows: list[dict[str, Any]]) -> str:
     """Mean time to the first token of `prefix` over that of each other, at the highest load of the first kind."""
     kind = rows[0]["kind"]
@@ -433,6 +456,7 @@ def main() -> None:
     parser.add_argument("--real", action="store_true", help="the small real model as well, at its own loads")
     parser.add_argument("--validate", action="store_true", help="run the simulator on the same requests, and compare")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write flat rows")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="PNG, SVG or PDF; needs matplotlib")
     parser.add_argument("--replicas", type=int, default=SIMULATED.replicas, help="with simulated steps")
     parser.add_argument("--loads", type=float, nargs="+", default=[0.15, 0.3, 0.45])
     parser.add_argument("--policies", nargs="+", choices=ALL_POLICIES, default=list(ALL_POLICIES))
@@ -440,6 +464,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=12.0, help="of arrivals in each arm")
     parser.add_argument("--prompts", type=int, default=15, help="how many of the prompts are used")
     args = parser.parse_args()
+    require_matplotlib(args.plot)
     if args.quick:
         args.loads, args.seeds, args.seconds, args.prompts = [0.3], 1, 4.0, 5
         args.policies, args.replicas = ["prefix", "least_loaded"], 2
@@ -461,6 +486,8 @@ def main() -> None:
     if args.validate:
         print(verdict(rows))
         return
+    if args.plot:
+        draw(args.plot, "Routing policies on a live server", panels(rows))
     Console(width=170).print(summary(rows))
     print(headline(rows))
 
