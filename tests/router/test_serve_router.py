@@ -99,13 +99,14 @@ def test_the_ingress_names_chunks_as_the_engine_cuts_them(server: LocalServer, k
         assert predicted == cached // CHUNK * CHUNK
         assert (cached >= 4 * CHUNK) == bool(number)
         assert int(answer.headers["x-chunkserve-decision-us"]) > 0
-        time.sleep(1.5)  # as above
+        if not number:
+            time.sleep(1.5)  # as above
 
 
 def test_top_shows_what_is_shared(server: LocalServer) -> None:
     def stream(number: int) -> int:
         prompt = [*prompt_of(80)[: 5 * CHUNK], number, 6, 7]
-        body = {"prompt": prompt, "max_tokens": 300, "ignore_eos": True, "stream": True, "cache_salt": "top"}
+        body = {"prompt": prompt, "max_tokens": 120, "ignore_eos": True, "stream": True, "cache_salt": "top"}
         answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=120)
         return answer.status_code
 
