@@ -88,7 +88,7 @@ def conversation(load: float, replicas: int, routers: int, limit: int | None) ->
         chunk_size=TRACE_CHUNK_TOKENS,
         chunks_per_replica=1500,
         step=StepTime(fixed_s=0.0, per_token_s=load * replicas / tokens_per_s),
-        max_step_tokens=1_000_000,
+        max_step_tokens=8192,
         decode_token_s=0.02,
         report_period_s=0.5 if routers == 1 else 1.0,
         max_entries=200_000,

@@ -14,6 +14,15 @@ STYLES: dict[str, dict[str, Any]] = {
     "sdpa packed": {"color": "#8fa3d4", "marker": "D"},
     "flex": {"color": "#7b5ea7", "marker": "P"},
     "roofline": {"color": "#555555", "linestyle": "--"},
+    "prefix": {"color": "#0b6e4f", "marker": "o", "linewidth": 2.0},
+    "product": {"color": "#5fb49c", "marker": "s"},
+    "threshold": {"color": "#d17b0f", "marker": "^"},
+    "bounded_hash": {"color": "#7b5ea7", "marker": "P"},
+    "ray_prefix": {"color": "#a63d40", "marker": "X"},
+    "power_of_two": {"color": "#5b6c9d", "marker": "v"},
+    "least_loaded": {"color": "#8fa3d4", "marker": "D"},
+    "round_robin": {"color": "#999999", "marker": "<"},
+    "random": {"color": "#bbbbbb", "marker": ">"},
 }
 
 

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from ray.serve.handle import DeploymentHandle
 from chunkserve.cluster.placement import replica_bundles
 from chunkserve.replica.chunk_hash import ChunkScheme
 from chunkserve.replica.options import ReplicaOptions
+from chunkserve.replica.protocol import StepTime
 from chunkserve.replica.replica_actor import ReplicaActor
 from chunkserve.replica.serve_ports import bind_to_node_address
 from chunkserve.replica.tokenizer import Tokenizer
@@ -41,8 +43,19 @@ def build(args: Mapping[str, Any]) -> Application:
     Raises:
         ConfigError: a knob is wrong; names it.
     """
-    config = ServeConfig.from_args(args)
-    options = replica_options(config)
+    return application(ServeConfig.from_args(args))
+
+
+def application(
+    config: ServeConfig, *, router_class: type | str = ROUTER_CLASS, simulated_step: StepTime | None = None
+) -> Application:
+    """The application of a config.
+
+    Args:
+        router_class: of the replicas, for load tests that compare routers; a ServeRouter.
+        simulated_step: see ReplicaOptions.
+    """
+    options = replace(replica_options(config), simulated_step=simulated_step)
     scheme = ChunkScheme(model=options.model, dtype=config.dtype, chunk_size=config.chunk_size_tokens)
     settings = router_settings(
         policy=config.routing_policy,
@@ -64,7 +77,7 @@ def build(args: Mapping[str, Any]) -> Application:
         health_check_timeout_s=config.health_stall_s + 5,
         ray_actor_options={"num_cpus": 0, "num_gpus": 1 if uses_gpus else 0},
         request_router_config=RequestRouterConfig(
-            request_router_class=ROUTER_CLASS,
+            request_router_class=router_class,
             request_router_kwargs=settings,
             request_routing_stats_period_s=config.routing_report_period_s,
         ),

@@ -1,4 +1,4 @@
-"""The command line: chunkserve serve | doctor | bench."""
+"""The command line: chunkserve serve | doctor | bench | top."""
 
 import asyncio
 import json
@@ -17,6 +17,7 @@ from .config import DEFAULT_FILE, ConfigError
 from .doctor import examine, rendered
 from .launcher import run_blocking
 from .small_model import SmallModelError
+from .top import TopError, fetch, frame, watch
 
 app = typer.Typer(
     help="LLM serving for requests that begin alike.", no_args_is_help=True, pretty_exceptions_show_locals=False
@@ -119,6 +120,24 @@ def bench(
         _err.print(f"{count} x {message}", style="red", markup=False)
     if result.errors:
         raise typer.Exit(1)
+
+
+@app.command()
+def top(
+    url: Annotated[str, typer.Option(help="Base URL of a chunkserve server.")] = "http://127.0.0.1:8000",
+    once: Annotated[bool, typer.Option("--once", help="Print one frame and end.")] = False,
+    period: Annotated[float, typer.Option(min=0.1, help="Seconds between frames.")] = 1.0,
+) -> None:
+    """Show what each replica does: load, backlog, KV memory, hit rate, and the prefixes that most sequences share."""
+    try:
+        if once:
+            Console().print(frame(fetch(url)))
+        else:
+            watch(url, Console(), period)
+    except TopError as error:
+        raise _refusal(str(error)) from None
+    except KeyboardInterrupt:
+        return
 
 
 def _bench_table(result: BenchResult) -> Table:

@@ -37,11 +37,13 @@ class RouteReceipt:
     replica: str | None = None
     predicted_cached_tokens: int = 0
     cached_tokens: int = 0
+    decision_s: float | None = None
 
     def headers(self) -> dict[str, str]:
         if self.replica is None:
             return {}
-        return {
+        decision = {} if self.decision_s is None else {"x-chunkserve-decision-us": f"{self.decision_s * 1e6:.0f}"}
+        return decision | {
             "x-chunkserve-replica": self.replica,
             "x-chunkserve-predicted-cached-tokens": str(self.predicted_cached_tokens),
             "x-chunkserve-cached-tokens": str(self.cached_tokens),

@@ -5,8 +5,9 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from typing import Protocol, TypeVar
 
 from fastapi import FastAPI
@@ -17,7 +18,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from chunkserve.replica.protocol import ReplicaError, Request
+from chunkserve.replica.protocol import ReplicaError, ReplicaLoad, Request
 
 from .api_error import ApiError, bad_request
 from .config import ServeConfig
@@ -112,13 +113,23 @@ class Ingress:
         return _json(200, {"status": "ok", "model": self._config.model_name})
 
     async def prometheus(self) -> Response:
+        text = self.metrics.text(await self._loads())
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def status(self) -> Response:
+        """What each replica does now: ReplicaLoad as JSON, for `chunkserve top`."""
+        loads = await self._loads()
+        body = {"model": self._config.model_name, "routing_policy": self._config.routing_policy}
+        return _json(200, body | {"replicas": {name: asdict(load) for name, load in sorted(loads.items())}})
+
+    async def _loads(self) -> Mapping[str, ReplicaLoad]:
+        """By replica; empty if none answers."""
         try:
             async with asyncio.timeout(_LOADS_TIMEOUT_S):
-                loads = await self._replica.loads()
+                return await self._replica.loads()
         except (ReplicaError, TimeoutError) as error:
             logger.warning("replica_loads_missing error=%r", error)
-            loads = {}
-        return Response(self.metrics.text(loads), media_type="text/plain; version=0.0.4; charset=utf-8")
+            return {}
 
     async def _parsed(self, http: HttpRequest, parse: Callable[[bytes], _R]) -> _R:
         body = await _read_body(http, self._config.max_body_bytes)
@@ -227,6 +238,7 @@ def build_http_app(config: ServeConfig, tokenizer: TokenizerLike, replica: Repli
     app.add_api_route("/v1/models", ingress.models, methods=["GET"], response_model=None)
     app.add_api_route(_MODEL_PATH + "{model_id:path}", ingress.model, methods=["GET"], response_model=None)
     app.add_api_route("/health", ingress.health, methods=["GET"], response_model=None)
+    app.add_api_route("/status", ingress.status, methods=["GET"], response_model=None)
     app.add_api_route("/metrics", ingress.prometheus, methods=["GET"], response_model=None)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)

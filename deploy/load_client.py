@@ -5,7 +5,7 @@ import ssl
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 from urllib.parse import urlsplit
 
@@ -18,13 +18,14 @@ class LoadError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """Where requests go. `prefix` is the URL's path, before /v1."""
+    """Where requests go. `prefix` is the URL's path, before /v1; `headers` go with each request."""
 
     host: str
     port: int
     tls: bool
     prefix: str
     api_key: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def parse(cls, url: str, api_key: str | None = None) -> Self:
@@ -45,7 +46,10 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One answered request. Times in seconds since it was sent; tokens as the server counted them."""
+    """One answered request. Times in seconds since it was sent; tokens as the server counted them.
+
+    headers: of the answer, with names in lower case.
+    """
 
     ttft_s: float
     last_token_s: float
@@ -53,6 +57,7 @@ class Sample:
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
+    headers: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def tpot_s(self) -> float | None:
@@ -68,6 +73,7 @@ class Connection:
     def __init__(self, target: Target) -> None:
         self._target = target
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        self._headers: dict[str, str] = {}
 
     async def stream(self, path: str, body: Mapping[str, Any]) -> Sample:
         """POST a streaming request and time its events.
@@ -102,6 +108,7 @@ class Connection:
             prompt_tokens=usage["prompt_tokens"],
             cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
             completion_tokens=usage["completion_tokens"],
+            headers=self._headers,
         )
 
     async def fetch(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
@@ -134,6 +141,7 @@ class Connection:
             reader, writer = await self._connected()
             writer.write(self._head(method, path, len(content)) + content)
             status, headers = await _read_head(reader)
+            self._headers = headers
             if status != 200:
                 error = b"".join([piece async for piece in _body(reader, headers)])
                 raise LoadError(f"status {status}: {_error_message(error)}")
@@ -157,9 +165,10 @@ class Connection:
 
     def _head(self, method: str, path: str, length: int) -> bytes:
         target = self._target
-        authorization = f"authorization: Bearer {target.api_key}\r\n" if target.api_key else ""
+        authorization = {"authorization": f"Bearer {target.api_key}"} if target.api_key else {}
+        more = "".join(f"{name}: {value}\r\n" for name, value in (authorization | {**target.headers}).items())
         return (
-            f"{method} {target.prefix}{path} HTTP/1.1\r\nhost: {target.host}:{target.port}\r\n{authorization}"
+            f"{method} {target.prefix}{path} HTTP/1.1\r\nhost: {target.host}:{target.port}\r\n{more}"
             f"content-type: application/json\r\ncontent-length: {length}\r\n\r\n"
         ).encode()
 

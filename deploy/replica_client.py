@@ -113,6 +113,7 @@ class ServeReplicaClient:
         if receipt is not None and known is not None:
             receipt.replica, receipt.predicted_cached_tokens = known
             receipt.cached_tokens = cached_tokens
+            receipt.decision_s = self._routing.decision_s(key)
 
     def _chunk_deltas(self, since: Mapping[str, tuple[int, int]]) -> Sequence[tuple[str, ChunkDelta | None]]:
         return list(self._handle.broadcast("chunk_delta", dict(since)).results(timeout_s=5))
@@ -125,7 +126,9 @@ class ServeReplicaClient:
 
     async def loads(self) -> Mapping[str, ReplicaLoad]:
         try:
-            return dict(await asyncio.to_thread(lambda: self._handle.broadcast("load").results(timeout_s=5)))
+            # On this loop: the first use of a handle, in whatever way, ties it to the loop that it finds.
+            answers = self._handle.broadcast("load")
+            return dict(await asyncio.to_thread(answers.results, timeout_s=5))
         except (RayError, RayServeException, TimeoutError) as error:
             raise _replica_error(error) from error
 

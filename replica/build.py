@@ -18,6 +18,7 @@ from chunkserve.kernels.plan import PlanOptions
 
 from .chunk_hash import ChunkScheme
 from .engine import Emit, Engine, EngineConfig, build_tree
+from .fake import FakeModelRunner
 from .follower import Follower
 from .grammar import Grammars
 from .kv_store import KVStore, bytes_per_chunk
@@ -26,6 +27,7 @@ from .model_config import ModelConfig, read_config
 from .model_runner import Model, ModelRunner
 from .options import BuildError, ReplicaOptions
 from .prefix_tree import PrefixTree
+from .protocol import StepTime
 from .rank_sync import STATUS_BYTES, RankSync
 from .reporter import RoutingReporter
 from .scheduler import Scheduler
@@ -95,6 +97,8 @@ def build_engine(
     Raises:
         As `check_options`.
     """
+    if options.simulated_step is not None:
+        return _simulated_engine(options, options.simulated_step, emit, chunk_scheme)
     runner, config = _build_runner(options, place)
     reporter = RoutingReporter(chunk_scheme, max_step_tokens=config.max_step_tokens) if chunk_scheme else None
     tree = build_tree(config, reporter, audited=place is not None)
@@ -107,6 +111,23 @@ def build_engine(
         tree=tree,
         sync=_build_sync(runner, place, tree) if place is not None else None,
     )
+
+
+def _simulated_engine(options: ReplicaOptions, step: StepTime, emit: Emit, chunk_scheme: ChunkScheme | None) -> Engine:
+    """An engine whose model computes nothing and takes its time; tree, scheduler and tokenizer are the real ones."""
+    folder = Path(options.model)
+    model = DecoderConfig.load(folder)
+    sizes = _sizes(options, model, 0, 1)
+    config = _engine_config(options, sizes, model.eos_token_ids, sizes.num_slots)
+    reporter = RoutingReporter(chunk_scheme, max_step_tokens=config.max_step_tokens) if chunk_scheme else None
+    runner = FakeModelRunner(
+        vocab_size=model.vocab_size, num_slots=sizes.num_slots, chunk_size=options.chunk_size, step=step
+    )
+    logger.warning("replica simulated step=%s: answers mean nothing", step)
+    tree = build_tree(config, reporter)
+    return Engine(
+        runner=runner, tokenizer=Tokenizer(folder), config=config, emit=emit, reporter=reporter, tree=tree
+    )  # fmt: skip
 
 
 def build_follower(options: ReplicaOptions, place: Membership) -> Follower:
@@ -167,7 +188,13 @@ def _build_runner(options: ReplicaOptions, place: Membership | None) -> tuple[Mo
         folder.name, type(model).__name__, rank, num_ranks, sizes.device, sizes.dtype, sizes.backend.name,
         sizes.num_threads, num_slots, num_slots * sizes.chunk_bytes,
     )  # fmt: skip
-    return ModelRunner(model, kv), EngineConfig(
+    return ModelRunner(model, kv), _engine_config(options, sizes, config.eos_token_ids, num_slots)
+
+
+def _engine_config(
+    options: ReplicaOptions, sizes: _Sizes, eos_token_ids: frozenset[int], num_slots: int
+) -> EngineConfig:
+    return EngineConfig(
         chunk_size=options.chunk_size,
         num_slots=num_slots,
         chunk_bytes=sizes.chunk_bytes,
@@ -177,7 +204,7 @@ def _build_runner(options: ReplicaOptions, place: Membership | None) -> tuple[Mo
         max_waiting=options.max_waiting,
         prefix_sharing=options.prefix_sharing,
         retain_prefixes=options.retain_prefixes,
-        eos_token_ids=config.eos_token_ids,
+        eos_token_ids=eos_token_ids,
         max_grammar_compile_s=options.max_grammar_compile_s,
         plan=_plan_options(options, sizes),
     )

@@ -13,6 +13,7 @@ from chunkserve.kernels.plan import PlanOptions
 
 from .chunk_pool import ChunkPool
 from .grammar import Grammar, GrammarError, Grammars
+from .hot_prefixes import hot_prefixes
 from .prefix_tree import PrefixTree
 from .protocol import (
     EngineStopped,
@@ -234,6 +235,8 @@ class Engine:
         self._inbox.put(lambda: self._edit(Clear()))
 
     def load(self) -> ReplicaLoad:
+        reporter = self.reporter
+        report = reporter.report() if reporter is not None else None
         with self._lock:
             running = len(self._scheduler.running)
             waiting = max(0, self._num_open - running)
@@ -252,6 +255,9 @@ class Engine:
             preemptions=self._scheduler.num_preemptions,
             cancelled_requests=self._cancelled,
             finished=dict(self._finished),
+            backlog_s=report.backlog_s if report is not None else None,
+            step=report.step if report is not None else None,
+            hot_prefixes=hot_prefixes(list(self._scheduler.running)),
         )
 
     # -- on the engine's thread ----------------------------------------------------------------------------------------

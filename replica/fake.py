@@ -6,7 +6,6 @@ once; its next token is a function of them. For tests, simulation and load tests
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from chunkserve.kernels.plan import AttentionPlan
 
+from .protocol import StepTime
 from .scheduler import Batch
 from .sequence import Sequence
 
@@ -22,25 +22,13 @@ class FakeModelError(AssertionError):
     """The engine let a sequence read keys that are not its own."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepCost:
-    """Seconds of a step: a fixed part, and parts per computed token and per sequence. All 0 by default."""
-
-    fixed_s: float = 0.0
-    per_token_s: float = 0.0
-    per_sequence_s: float = 0.0
-
-    def of(self, batch: Batch) -> float:
-        return self.fixed_s + self.per_token_s * batch.num_tokens + self.per_sequence_s * len(batch.rows)
-
-
 class FakeModelRunner:
     """Stands in for ModelRunner.
 
     Args:
         vocab_size: of the logits; token 0 is never chosen.
         num_slots, chunk_size: of the pool.
-        cost: how long a step takes.
+        step: how long a step takes; None is no time.
         sleep: waits so long; a virtual clock's, for simulation.
     """
 
@@ -50,19 +38,20 @@ class FakeModelRunner:
         vocab_size: int,
         num_slots: int,
         chunk_size: int,
-        cost: StepCost | None = None,
+        step: StepTime | None = None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.vocab_size = vocab_size
         self._memory = np.zeros((num_slots, chunk_size), np.int64)
         self._chunk_size = chunk_size
-        self._cost = cost or StepCost()
+        self._step = step
         self._sleep = sleep
+        self._known: dict[Sequence, _Fingerprints] = {}  # of the sequences of the last step
         self.computed_tokens = 0
 
     def next_token(self, salt: str, token_ids: list[int]) -> int:
         """What the model says after these tokens."""
-        return 1 + int(_fingerprints(salt, token_ids)[-1]) % (self.vocab_size - 1)
+        return 1 + int(_Fingerprints(salt).of(token_ids)[-1]) % (self.vocab_size - 1)
 
     def run(self, batch: Batch, plan: AttentionPlan) -> Tensor:
         """Logits of the rows that sample, as ModelRunner.run.
@@ -73,14 +62,16 @@ class FakeModelRunner:
         plan.validate(len(self._memory))
         for copy in batch.copies:
             self._memory[copy.dst_slot, : copy.num_rows] = self._memory[copy.src_slot, : copy.num_rows]
-        wanted = [_fingerprints(_salt(row.sequence), row.sequence.token_ids[: row.end]) for row in batch.rows]
+        known = self._known
+        self._known = {s: known.get(s) or _Fingerprints(s.request.cache_salt) for s in (r.sequence for r in batch.rows)}
+        wanted = [self._known[row.sequence].of(row.sequence.token_ids)[: row.end] for row in batch.rows]
         flat = np.concatenate([w[-row.num_tokens :] for w, row in zip(wanted, batch.rows, strict=True)])
         writes = plan.write_slot >= 0
         self._memory[plan.write_slot[writes], plan.write_offset[writes]] = flat[writes]
         self._check_keys(batch, plan, wanted)
         self.computed_tokens += batch.num_tokens
-        if seconds := self._cost.of(batch):
-            self._sleep(seconds)
+        if self._step is not None:
+            self._sleep(_seconds(self._step, batch))
         rows = [w for w, row in zip(wanted, batch.rows, strict=True) if row.samples]
         logits = torch.zeros(len(rows), self.vocab_size)
         for i, fingerprints in enumerate(rows):
@@ -101,15 +92,30 @@ class FakeModelRunner:
                     raise FakeModelError(f"request {request_id} reads foreign keys at {begin} to {begin + length}")
 
 
-def _salt(sequence: Sequence) -> str:
-    return sequence.request.cache_salt
+class _Fingerprints:
+    """One number per token of a sequence, that depends on the salt and on all tokens up to there."""
+
+    def __init__(self, salt: str) -> None:
+        self._state = 1 + sum((i + 1) * byte for i, byte in enumerate(salt.encode()))
+        self._values = np.zeros(0, np.int64)
+
+    def of(self, token_ids: list[int]) -> np.ndarray:
+        """[T] of all tokens; those that were there the last time are not computed again."""
+        new = np.empty(len(token_ids) - len(self._values), np.int64)
+        state = self._state
+        for i, token in enumerate(token_ids[len(self._values) :]):
+            state = (state * 6364136223846793005 + token * 2654435761 + 1442695040888963407) & 0x7FFFFFFFFFFFFFFF
+            new[i] = state >> 7
+        self._state = state
+        self._values = np.concatenate([self._values, new])
+        return self._values
 
 
-def _fingerprints(salt: str, token_ids: list[int]) -> np.ndarray:
-    """[T] one number per position that depends on the salt and on all tokens up to there."""
-    out = np.empty(len(token_ids), np.int64)
-    state = 1 + sum((i + 1) * byte for i, byte in enumerate(salt.encode()))
-    for i, token in enumerate(token_ids):
-        state = (state * 6364136223846793005 + token * 2654435761 + 1442695040888963407) & 0x7FFFFFFFFFFFFFFF
-        out[i] = state >> 7
-    return out
+def _seconds(step: StepTime, batch: Batch) -> float:
+    context = sum(row.num_tokens * (row.end - 0.5 * row.num_tokens) for row in batch.rows)
+    return (
+        step.fixed_s
+        + step.per_token_s * batch.num_tokens
+        + step.per_context_s * context
+        + (step.per_sequence_s * len(batch.rows))
+    )

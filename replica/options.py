@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from .protocol import StepTime
+
 
 class BuildError(ValueError):
     """A replica cannot be built as it is configured; the message names the knob."""
@@ -22,6 +24,8 @@ class ReplicaOptions:
     pool_bytes, pool_chunks: size of the KV pool of each rank, one of them; None and None is a share of the free memory.
     max_sequence_tokens: None is the model's context.
     max_step_tokens: None is 128 on CPUs, 2048 on GPUs, and at least max_running.
+    simulated_step: for load tests of what surrounds the model: no weights are loaded, steps take so long, and answers
+        mean nothing (replica/fake.py). No knob of the server sets it.
     The others: see EngineConfig.
     """
 
@@ -42,3 +46,4 @@ class ReplicaOptions:
     prefix_sharing: bool = True
     retain_prefixes: bool = True
     max_grammar_compile_s: float = 1.0
+    simulated_step: StepTime | None = None

@@ -126,11 +126,45 @@ class FeedRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepTime:
+    """Seconds that a step of the engine takes, as fitted to measured steps.
+
+    A step that computes u tokens over contexts of c tokens on average, of r sequences, takes
+    fixed_s + per_token_s u + per_context_s u c + per_sequence_s r.
+    """
+
+    fixed_s: float = 0.005
+    per_token_s: float = 1e-4
+    per_context_s: float = 0.0
+    per_sequence_s: float = 0.0
+
+    def prefill_s(self, tokens: int, cached_tokens: int, max_step_tokens: int) -> float:
+        """A prompt of which so many tokens are to be computed, alone in its steps."""
+        steps = -(-tokens // max_step_tokens)
+        return self.fixed_s * steps + (self.per_token_s + self.per_context_s * (cached_tokens + 0.5 * tokens)) * tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HotPrefix:
+    """A beginning that running sequences share.
+
+    name: the digest of its last full chunk, in hex; empty where there is none.
+    tokens: its length. sharers: sequences.
+    """
+
+    name: str
+    tokens: int
+    sharers: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaLoad:
     """What a replica is doing now. Times in seconds, memory in bytes and chunks.
 
     last_step_age_s: time since the engine loop last went round; it grows only when the loop is stuck.
     computed_prompt_tokens, cached_prompt_tokens: totals since start; their sum is all prompt tokens served.
+    backlog_s, step: as in RoutingReport; None without a report.
+    hot_prefixes: those that save most reads now, best first.
     """
 
     running_sequences: int
@@ -147,20 +181,9 @@ class ReplicaLoad:
     preemptions: int
     cancelled_requests: int
     finished: dict[FinishReason, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepTime:
-    """Seconds that a step of the engine takes, as fitted to measured steps.
-
-    A step that computes u tokens over contexts of c tokens on average, of r sequences, takes
-    fixed_s + per_token_s u + per_context_s u c + per_sequence_s r.
-    """
-
-    fixed_s: float = 0.005
-    per_token_s: float = 1e-4
-    per_context_s: float = 0.0
-    per_sequence_s: float = 0.0
+    backlog_s: float | None = None
+    step: StepTime | None = None
+    hot_prefixes: tuple[HotPrefix, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

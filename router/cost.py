@@ -29,8 +29,8 @@ class CostModel:
         return self.fixed_s * steps + (self.per_token_s + self.per_context_s * context) * new
 
     def decode_s(self, output_tokens: int, running: Floats) -> Floats:
-        """What this stream's steps take for its own sake, and for the sequences that run beside it."""
-        return output_tokens * self.per_sequence_s * (running + 1.0)
+        """What this stream's tokens take for its own sake, and for the sequences that run beside it."""
+        return output_tokens * (self.per_token_s + self.per_sequence_s) * (running + 1.0)
 
     def sharing_s(self, output_tokens: int, shared_tokens: Floats) -> Floats:
         """What decoding saves where running sequences share a prefix: its chunks are read once for all (paper 3.2)."""
@@ -49,7 +49,7 @@ class CostOptions:
     """
 
     prefill_weight: float = 1.5
-    decode_weight: float = 0.25
+    decode_weight: float = 0.5
     sharing_weight: float = 1.0
     reuse_share: float = 0.25
 

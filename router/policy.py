@@ -76,7 +76,8 @@ class PolicyOptions:
     """Knobs of the policies; each reads its own.
 
     overload: `prefix` keeps replicas with more than (1 + overload) x mean work out, ...
-    overload_floor_s: ... unless they have less work than this.
+    overload_floor_s: ... unless they have less work than this, or no more above the mean than computing all of the
+        prompt takes: of two replicas with one idle, any work is twice the mean.
     tie_s, tie_share: costs this close to the best are equal, in seconds and as a share of the best.
     slow_start_s: a new replica takes over its share of cold prefixes within this time.
     match_share, imbalance_requests, imbalance_ratio: `threshold`: the share of the prompt that must match, and the
@@ -153,7 +154,9 @@ def prefix(request: RouteRequest, view: ClusterView, options: PolicyOptions) -> 
         - weights.sharing_weight
         * view.cost.sharing_s(request.output_tokens, np.where(view.num_sharers > 0, cached, 0.0))
     )
-    limit_s = max(options.overload_floor_s, (1 + options.overload) * float(view.work_s.mean()))
+    mean_s = float(view.work_s.mean())
+    prompt_s = view.cost.prefill_s(request.prompt_tokens, np.zeros(len(view)))
+    limit_s = np.maximum(options.overload_floor_s, mean_s + np.maximum(options.overload * mean_s, prompt_s))
     allowed = view.work_s <= limit_s
     random_key = view.draw.to_bytes(8, "little")
     priorities = _rendezvous(request.anchor or random_key, view.seeds)

@@ -65,6 +65,7 @@ class _Ticket:
     replica: str | None = None
     predicted: int = 0
     is_first_done: bool = False
+    decision_s: float | None = None
     failed_on: tuple[str, ...] = ()
 
 
@@ -293,6 +294,17 @@ class RoutingState:
                 if replica is not None and replica.is_trusted:
                     self.index.store(ticket.digests, replica.row)
             return ticket.replica, ticket.predicted
+
+    def decided(self, key: str, seconds: float) -> None:
+        """Choosing for an open request took so long."""
+        with self._lock:
+            if (ticket := self._tickets.get(key)) is not None:
+                ticket.decision_s = seconds
+
+    def decision_s(self, key: str) -> float | None:
+        """How long the last choice for an open request took; None if nothing is known of it."""
+        ticket = self._tickets.get(key)
+        return None if ticket is None else ticket.decision_s
 
     def close(self, key: str) -> None:
         """The request has ended, in whatever way; a second time nothing happens."""

@@ -32,12 +32,16 @@ class ServeRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
+        begin_s = time.perf_counter()
         try:
             return self._ranks(candidate_replicas, pending_request)
         except Exception:  # whatever it is: the request must go somewhere
             self._state.counters.faults += 1
             logger.exception("route_failed: power of two choices instead")
             return _two_of(candidate_replicas)
+        finally:
+            if (request := request_of(pending_request)) is not None:
+                self._state.decided(request.request_id, time.perf_counter() - begin_s)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
@@ -55,14 +59,14 @@ class ServeRouter(RequestRouter):
         self._state.remove_replica(replica_id.unique_id)
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        if (request := _request_of(pending_request)) is not None:
+        if (request := request_of(pending_request)) is not None:
             self._state.rerouted(request.request_id, replica_id.unique_id, time.time())
 
     def _ranks(self, candidates: list[RunningReplica], pending: PendingRequest | None) -> list[list[RunningReplica]]:
         subject = pending.args[0] if pending is not None and pending.args else None
         if isinstance(subject, FeedRequest):
             return [[one] for one in candidates if one.replica_id.unique_id == subject.replica] or _two_of(candidates)
-        request = _request_of(pending)
+        request = request_of(pending)
         if request is None or pending is None:
             return _two_of(candidates)
         pending.routing_context.should_backoff = True
@@ -76,7 +80,8 @@ class ServeRouter(RequestRouter):
         return [[by_name[name]] for name in route.replicas]
 
 
-def _request_of(pending: PendingRequest | None) -> Request | None:
+def request_of(pending: PendingRequest | None) -> Request | None:
+    """The request that Serve wants a replica for; None for other calls."""
     if pending is None or not pending.args:
         return None
     return pending.args[0] if isinstance(pending.args[0], Request) else None

@@ -1,15 +1,17 @@
 """Replicas and routers on a virtual clock: the routing state of the live router over a simple model of the engine.
 
-The engine's model: prompts are computed first come, first served, in steps with a token budget; a running stream gets
-a token per step; chunks are kept in an LRU cache; what a replica reports and stores reaches the routers later. It knows
-no partly matched chunks, no memory of running streams and no preemption.
+The engine's model goes step by step, as replica/scheduler.py does: running streams take a token each, prompts the rest
+of the step's budget, first come, first served, and those that wait for a prefix which is being computed are passed
+over. Chunks of running sequences are held, others lie in an LRU cache; what a replica reports and stores reaches the
+routers later. It knows no preemption, and of partly matched chunks only what a request names (`head`).
+`benchmarks/ours_routing_live.py --validate` compares it with a real server.
 """
 
 import heapq
 import itertools
 import math
 import random
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -21,12 +23,21 @@ from .routing_state import RoutingState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimRequest:
-    """A request of a workload. digests: of its full chunks; equal ones mean equal prefixes."""
+    """A request of a workload.
+
+    digests: of its full chunks; equal ones mean equal prefixes.
+    head, head_tokens: names its first tokens, up to where others with the same name part from it within a chunk; b"" if
+        nothing is known of that.
+    is_warmup: left out of the result's times and hits.
+    """
 
     at_s: float
     prompt_tokens: int
     output_tokens: int
     digests: tuple[bytes, ...]
+    head: bytes = b""
+    head_tokens: int = 0
+    is_warmup: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +46,9 @@ class SimConfig:
 
     chunk_size: tokens per digest. chunks_per_replica: size of each cache.
     step, max_step_tokens: how long the engines' steps take, and how many tokens one has.
-    decode_token_s: fixed seconds per output token; None takes them from `step`.
+    max_running: sequences in a step.
+    decode_token_s: fixed seconds per output token, which then takes no part in steps; None takes them from `step`.
+    transit_s: from the router to the engine, and from the engine to the client.
     max_waiting: a replica refuses a request when so many wait.
     report_period_s, report_delay_s: how often replicas report and send deltas, and how long it takes to arrive.
     num_routers: requests go to them at random; each has its own state.
@@ -48,7 +61,9 @@ class SimConfig:
     chunks_per_replica: int
     step: StepTime
     max_step_tokens: int = 512
+    max_running: int = 64
     decode_token_s: float | None = None
+    transit_s: float = 0.0
     max_waiting: int = 1_000_000
     report_period_s: float = 0.5
     report_delay_s: float = 0.05
@@ -65,7 +80,7 @@ class SimResult:
     ttft_s: list[float] = field(default_factory=list)
     token_s: list[float] = field(default_factory=list)
     finished_at_s: list[float] = field(default_factory=list)
-    work_s: dict[str, float] = field(default_factory=dict)  # computing prompts, per replica
+    work_s: dict[str, float] = field(default_factory=dict)  # of each replica's prompts, each computed alone
     routed: Counter[str] = field(default_factory=Counter)
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -100,11 +115,33 @@ class _Job:
     request: SimRequest
     router: RoutingState
     replica: "_Replica | None" = None
-    queued_s: float = 0.0  # its part of the replica's backlog
-    first_s: float | None = None
+    queued_tokens: int = 0  # its part of the replica's queue
     cached: int = 0
+    computed: int = 0  # leading tokens of the prompt that are there
+    num_stored: int = 0  # of its digests
+    num_private: int = 0  # chunks beside its digests
+    generated: int = 0
+    first_s: float | None = None
     tries: int = 0
     is_over: bool = False
+
+    @property
+    def left(self) -> int:
+        """Tokens of the prompt that are not computed."""
+        return self.request.prompt_tokens - self.computed
+
+
+@dataclass(slots=True, eq=False)
+class _Steps:
+    """What a replica is computing: one step, or several equal ones in which streams decode and nothing else happens.
+
+    pieces: tokens of each prompt in it.
+    """
+
+    begin_s: float
+    step_s: float
+    count: int
+    pieces: dict[_Job, int]
 
 
 class _Replica:
@@ -114,46 +151,60 @@ class _Replica:
         self.name = name
         self.sim = sim
         self.config = sim.config
-        self.cache: OrderedDict[bytes, bytes | None] = OrderedDict()  # digest -> parent, least recently used first
-        self.queue: deque[_Job] = deque()
-        self.coming: Counter[bytes] = Counter()  # chunks of queued prompts
-        self.current: _Job | None = None
-        self.current_until_s = 0.0
-        self.queued_s = 0.0
-        self.running: set[_Job] = set()
-        self.mixed_s = 0.0  # time spent in steps that computed prompts, in which decoding is slowed down
+        # Digest -> parent, least recently used first; chunks that no router hears of have _PRIVATE.
+        self.cache: OrderedDict[bytes, bytes | None] = OrderedDict()
+        self.heads: set[bytes] = set()
+        self.held: Counter[bytes] = Counter()  # chunks of running sequences
+        self.pending: Counter[bytes] = Counter()  # of those, being computed; and heads
+        self.reserved = 0  # chunks that running sequences will need beside those in the cache
+        self.waiting: dict[_Job, None] = {}  # in order of arrival
+        self.coming: Counter[bytes] = Counter()  # chunks of waiting prompts
+        self.queued_tokens = 0
+        self.running: dict[_Job, None] = {}
+        self.steps: _Steps | None = None
         self.epoch = 0
         self.sequence = 0
         self.changes: list[tuple[bytes, bytes | None, bool]] = []
         self.is_alive = True
         self.is_draining = False
 
-    def enqueue(self, job: _Job) -> bool:
-        if len(self.queue) >= self.config.max_waiting:
-            return False
-        cached = self._depth(job.request, self.coming) * self.config.chunk_size
-        job.queued_s = self._prefill_s(job.request, min(cached, job.request.prompt_tokens - 1))
-        self.queued_s += job.queued_s
-        self.coming.update(job.request.digests)
-        self.queue.append(job)
-        job.replica = self
-        if self.current is None:
-            self._start()
-        return True
+    @property
+    def is_full(self) -> bool:
+        return len(self.waiting) >= self.config.max_waiting
+
+    def enqueue(self, job: _Job) -> None:
+        if job.is_over or not self.is_alive or job.replica is not self:
+            return
+        request = job.request
+        cached = self._depth(request, self.coming) * self.config.chunk_size
+        job.queued_tokens = request.prompt_tokens - min(cached, request.prompt_tokens - 1)
+        self.queued_tokens += job.queued_tokens
+        self.coming.update(request.digests)
+        self.waiting[job] = None
+        if self.steps is None:
+            self._begin()
+        elif self.steps.count > 1:
+            # Streams decode until one ends; with a newcomer no longer than the step that is under way.
+            steps = self.steps
+            passed = math.ceil((self.sim.now_s - steps.begin_s) / steps.step_s)
+            self._schedule(steps.begin_s, steps.step_s, min(max(passed, 1), steps.count), steps.pieces)
 
     def report(self, now_s: float) -> RoutingReport:
-        left_s = max(0.0, self.current_until_s - now_s) if self.current else 0.0
+        """As replica/reporter.py makes it."""
+        step, per_step = self.config.step, self.config.max_step_tokens
+        tokens = self.queued_tokens + sum(max(0, job.left - 1) for job in self.running)
+        fixed_s = step.fixed_s + step.per_sequence_s * len(self.running)
         return RoutingReport(
             epoch=self.epoch,
             taken_at_s=now_s,
-            backlog_s=self.queued_s + left_s,
+            backlog_s=tokens * step.per_token_s + tokens / per_step * fixed_s,
             running_sequences=len(self.running),
-            waiting_sequences=len(self.queue) + (self.current is not None),
+            waiting_sequences=len(self.waiting),
             chunks_total=self.config.chunks_per_replica,
-            chunks_in_use=0,
-            chunks_retained=len(self.cache),
-            step=self.config.step,
-            max_step_tokens=self.config.max_step_tokens,
+            chunks_in_use=len(self.held) + self.reserved,
+            chunks_retained=max(0, len(self.cache) - len(self.held)),
+            step=step,
+            max_step_tokens=per_step,
             chunk_identity="simulated",
             draining=self.is_draining,
         )
@@ -164,102 +215,188 @@ class _Replica:
         return ChunkDelta(epoch=self.epoch, sequence=self.sequence, is_snapshot=False, changes=changes)
 
     def clear(self) -> None:
-        """Lose all chunks, as when weights are loaded anew."""
-        self.cache.clear()
+        """Lose all chunks that nobody uses, as when weights are loaded anew."""
+        for digest in [digest for digest in self.cache if digest not in self.held]:
+            del self.cache[digest]
+        self.heads.clear()
         self.changes.clear()
         self.epoch += 1
         self.sequence = 0
 
     def abandon(self, job: _Job) -> None:
         """A client went away."""
-        if job in self.running:
-            self.running.discard(job)
-        elif job is not self.current and job in self.queue:
-            self.queue.remove(job)
+        if job in self.waiting:
             self._unqueue(job)
+        elif job in self.running:
+            self._leave(job)
 
-    def _start(self) -> None:
-        if not self.queue or not self.is_alive:
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """The next step: running sequences a token each, the rest of the budget for prompts in order of arrival."""
+        config = self.config
+        budget = config.max_step_tokens - len(self.running)
+        pieces: dict[_Job, int] = {}
+        for job in self.running:
+            if job.left:
+                pieces[job] = min(job.left, 1 + budget)
+                budget -= pieces[job] - 1
+        for job in list(self.waiting):
+            if budget <= 0 or len(self.running) >= config.max_running:
+                break
+            depth = self._depth(job.request)
+            if self._waits(job.request, depth):
+                continue
+            if not self._join(job, depth):
+                break
+            pieces[job] = min(job.left, budget)
+            budget -= pieces[job]
+        if not self.running:
             return
-        job = self.queue.popleft()
+        decoding = [job for job in self.running if job not in pieces]
+        count = 1 if pieces else min(job.request.output_tokens - job.generated for job in decoding)
+        step, tokens = config.step, len(decoding) + sum(pieces.values())
+        seconds = step.fixed_s + step.per_token_s * tokens + step.per_sequence_s * len(self.running)
+        if step.per_context_s:
+            context = sum(job.request.prompt_tokens + job.generated + 0.5 * count for job in decoding)
+            context += sum(size * (job.computed + 0.5 * size) for job, size in pieces.items())
+            seconds += step.per_context_s * context
+        self._schedule(self.sim.now_s, seconds, count, pieces)
+
+    def _schedule(self, begin_s: float, step_s: float, count: int, pieces: dict[_Job, int]) -> None:
+        self.steps = steps = _Steps(begin_s, step_s, count, pieces)
+        self.sim.at(max(self.sim.now_s, begin_s + count * step_s), self._end, steps)
+
+    def _end(self, steps: _Steps) -> None:
+        if self.steps is not steps or not self.is_alive:
+            return
+        self.steps = None
+        for job in list(self.running):
+            size = steps.pieces.get(job, 0)
+            if size:
+                job.computed += size
+                self._store(job)
+                if job.left:
+                    continue
+                job.generated = 1
+                self.sim.later(self.sim.has_first_token, job)
+                if self.config.decode_token_s is not None:
+                    self._leave(job)
+                    self.sim.after(
+                        (job.request.output_tokens - 1) * self.config.decode_token_s, self.sim.has_finished, job
+                    )
+                    continue
+            else:
+                job.generated += steps.count
+            if job.generated >= job.request.output_tokens:
+                self._leave(job)
+                self.sim.later(self.sim.has_finished, job)
+        self._begin()
+
+    # -- chunks --------------------------------------------------------------------------------------------------------
+
+    def _waits(self, request: SimRequest, depth: int) -> bool:
+        """Whether what comes after the chunks that are there is being computed for another one."""
+        if depth < len(request.digests) and request.digests[depth] in self.pending:
+            return True
+        return request.head in self.pending and depth == request.head_tokens // self.config.chunk_size
+
+    def _join(self, job: _Job, depth: int) -> bool:
+        """Take the chunks that a sequence needs; False if they are not to be had now."""
+        request, size = job.request, self.config.chunk_size
+        private = max(0, -(-(request.prompt_tokens + request.output_tokens) // size) - len(request.digests))
+        missing = [digest for digest in request.digests if digest not in self.cache]
+        self.held.update(request.digests)
+        if not self._make_room(len(missing) + private) and self.running:
+            self._release(request.digests)
+            return False
+        cached = depth * size
+        if request.head in self.heads and depth == request.head_tokens // size:
+            cached = max(cached, request.head_tokens)
         self._unqueue(job)
-        tokens = self._depth(job.request) * self.config.chunk_size
-        job.cached = min(tokens, job.request.prompt_tokens - 1)
-        seconds = self._prefill_s(job.request, job.cached)
-        self.current = job
-        self.current_until_s = self.sim.now_s + seconds
-        self.sim.after(seconds, self._prefilled, job, seconds, self.epoch)
+        self.running[job] = None
+        self.reserved += len(missing) + private
+        job.num_private = private
+        job.cached = job.computed = min(cached, request.prompt_tokens - 1)
+        job.num_stored = depth
+        if not request.is_warmup:
+            self.sim.result.work_s[self.name] += self.config.step.prefill_s(
+                job.left, job.cached, self.config.max_step_tokens
+            )
+        self.pending.update(request.digests[depth:])
+        if request.head and request.head not in self.heads:
+            self.pending[request.head] += 1
+        return True
 
-    def _prefilled(self, job: _Job, seconds: float, epoch: int) -> None:
-        if not self.is_alive:
-            return
-        self.current = None
-        self.mixed_s += seconds
-        self.sim.result.work_s[self.name] += seconds
-        if epoch == self.epoch:
-            self._keep(job.request.digests)
-        if not job.is_over:
-            self.running.add(job)
-            self.sim.has_first_token(job)
-            per_token_s = self._decode_step_s()
-            self.sim.after((job.request.output_tokens - 1) * per_token_s, self._finished, job, self.mixed_s)
-        self._start()
+    def _store(self, job: _Job) -> None:
+        """The chunks that a prompt has computed are there for others."""
+        request = job.request
+        upto = min(job.computed // self.config.chunk_size, len(request.digests))
+        for at in range(job.num_stored, upto):
+            digest = request.digests[at]
+            if digest not in self.cache:
+                self.cache[digest] = parent = request.digests[at - 1] if at else None
+                self.changes.append((digest, parent, True))
+                self.reserved -= 1
+            _take(self.pending, (digest,))
+        job.num_stored = max(job.num_stored, upto)
+        if request.head and job.computed >= request.head_tokens:
+            self.heads.add(request.head)
+            self.pending.pop(request.head, None)
 
-    def _finished(self, job: _Job, mixed_s: float) -> None:
-        if job.is_over or not self.is_alive:
-            return
-        missed_s = (self.mixed_s - mixed_s) * self._slowdown()
-        if missed_s > 1e-3:
-            self.sim.after(missed_s, self._finished, job, self.mixed_s)
-            return
-        self.running.discard(job)
-        self.sim.has_finished(job)
+    def _leave(self, job: _Job) -> None:
+        """A sequence is through, or given up; its chunks stay until others need the room."""
+        request = job.request
+        del self.running[job]
+        self._release(request.digests)
+        _take(self.pending, request.digests[job.num_stored :])
+        if request.head and request.head not in self.heads:
+            _take(self.pending, (request.head,))
+        missing = sum(digest not in self.cache for digest in request.digests[job.num_stored :])
+        self.reserved = max(0, self.reserved - job.num_private - missing) if self.running else 0
+        for at in range(job.num_private):
+            self.cache[f"{job.key} {at}".encode()] = _PRIVATE
+        for digest in reversed(request.digests):  # the head is used last, and goes last
+            if digest in self.cache:
+                self.cache.move_to_end(digest)
+        self._make_room(0)
 
-    def _prefill_s(self, request: SimRequest, cached: int) -> float:
-        step, new = self.config.step, request.prompt_tokens - cached
-        running = len(self.running) if self.config.decode_token_s is None else 0
-        steps = math.ceil(new / max(1, self.config.max_step_tokens - running))
-        context = cached + 0.5 * new
-        return (step.fixed_s + step.per_sequence_s * running) * steps + (
-            step.per_token_s + step.per_context_s * context
-        ) * new
+    def _make_room(self, needed: int) -> bool:
+        """Evict what was used least recently, as far as it must be; False if too much is held."""
+        excess = len(self.cache) + self.reserved + needed - self.config.chunks_per_replica
+        if excess <= 0:
+            return True
+        gone = list(itertools.islice((digest for digest in self.cache if digest not in self.held), excess))
+        for digest in gone:
+            if self.cache.pop(digest) != _PRIVATE:
+                self.changes.append((digest, None, False))
+        return len(gone) == excess
 
-    def _decode_step_s(self) -> float:
-        if self.config.decode_token_s is not None:
-            return self.config.decode_token_s
-        step = self.config.step
-        return step.fixed_s + (step.per_token_s + step.per_sequence_s) * len(self.running)
-
-    def _slowdown(self) -> float:
-        """Share of the time in mixed steps that a decoding stream loses."""
-        if self.config.decode_token_s is not None:
-            return 0.0
-        full_s = self._decode_step_s() + self.config.step.per_token_s * self.config.max_step_tokens
-        return 1 - self._decode_step_s() / full_s
+    def _release(self, digests: Sequence[bytes]) -> None:
+        _take(self.held, digests)
 
     def _depth(self, request: SimRequest, coming: Counter[bytes] | None = None) -> int:
         for depth, digest in enumerate(request.digests):
-            if digest not in self.cache and (coming is None or not coming.get(digest)):
+            if digest not in self.cache and (coming is None or digest not in coming):
                 return depth
         return len(request.digests)
 
-    def _keep(self, digests: Sequence[bytes]) -> None:
-        for parent, digest in itertools.pairwise((None, *digests)):
-            assert digest is not None
-            if digest not in self.cache:
-                self.cache[digest] = parent
-                self.changes.append((digest, parent, True))
-        for digest in reversed(digests):  # the head is used last, and goes last
-            self.cache.move_to_end(digest)
-        while len(self.cache) > self.config.chunks_per_replica:
-            gone, _ = self.cache.popitem(last=False)
-            self.changes.append((gone, None, False))
-
     def _unqueue(self, job: _Job) -> None:
-        self.queued_s = max(0.0, self.queued_s - job.queued_s) if self.queue else 0.0
-        self.coming.subtract(job.request.digests)
-        if not self.queue:
-            self.coming.clear()
+        del self.waiting[job]
+        self.queued_tokens -= job.queued_tokens
+        _take(self.coming, job.request.digests)
+
+
+_PRIVATE = b"private"
+
+
+def _take(counter: Counter[bytes], keys: Iterable[bytes]) -> None:
+    """One less of each; at 0 it is gone."""
+    for key in keys:
+        if counter[key] > 1:
+            counter[key] -= 1
+        else:
+            counter.pop(key, None)
 
 
 class Simulator:
@@ -323,7 +460,7 @@ class Simulator:
         """It dies: what has no first token goes elsewhere, once; streams are broken."""
         replica = self.replicas[name]
         replica.is_alive = False
-        lost = [*([replica.current] if replica.current else []), *replica.queue, *replica.running]
+        lost = [job for job in self.jobs.values() if job.replica is replica]
         self._set_replicas([other for other in self.replicas if other != name])
         for job in lost:
             if job.is_over:
@@ -380,25 +517,40 @@ class Simulator:
         if self._stopwatch:
             self.decision_s.append(self._stopwatch() - begin)
         for name in route.replicas:
-            if self.replicas[name].enqueue(job):
+            replica = self.replicas[name]
+            if not replica.is_full:
                 self.result.routed[name] += 1
+                job.replica = replica
                 job.router.rerouted(job.key, name, self.now_s)
+                self.later(replica.enqueue, job)
                 return
         self.result.rejected += 1
         self._over(job)
 
+    def later(self, action: Callable[[_Job], None], job: _Job) -> None:
+        """What is said of a job arrives at the other end."""
+        if self.config.transit_s:
+            self.after(self.config.transit_s, action, job)
+        else:
+            action(job)
+
     def has_first_token(self, job: _Job) -> None:
+        if job.is_over or job.first_s is not None:
+            return
         job.first_s = self.now_s
-        self.result.ttft_s.append(self.now_s - job.request.at_s)
-        self.result.prompt_tokens += job.request.prompt_tokens
-        self.result.cached_tokens += job.cached
         known = job.router.first_token(job.key, job.cached)
         self.result.stale_hits += known is not None and job.cached + self.config.chunk_size <= known[1]
+        if not job.request.is_warmup:
+            self.result.ttft_s.append(self.now_s - job.request.at_s)
+            self.result.prompt_tokens += job.request.prompt_tokens
+            self.result.cached_tokens += job.cached
 
     def has_finished(self, job: _Job) -> None:
+        if job.is_over:
+            return
         assert job.first_s is not None
         self.result.finished_at_s.append(self.now_s)
-        if job.request.output_tokens > 1:
+        if job.request.output_tokens > 1 and not job.request.is_warmup:
             self.result.token_s.append((self.now_s - job.first_s) / (job.request.output_tokens - 1))
         self._over(job)
 

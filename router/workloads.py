@@ -78,6 +78,8 @@ def shared_prompts(
                 prompt_tokens=length,
                 output_tokens=draw.randint(output_tokens // 2, output_tokens * 3 // 2),
                 digests=tuple(digests),
+                head=digest_of(f"{seed} prompt {prompt}"),
+                head_tokens=shared,
             )
         )
     return requests

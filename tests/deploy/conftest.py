@@ -14,7 +14,15 @@ import uvicorn
 
 from chunkserve.deploy.config import ServeConfig
 from chunkserve.deploy.ingress import build_http_app
-from chunkserve.replica.protocol import FinishReason, ReplicaLoad, Request, TokenEvent, TokenLogprob
+from chunkserve.replica.protocol import (
+    FinishReason,
+    HotPrefix,
+    ReplicaLoad,
+    Request,
+    StepTime,
+    TokenEvent,
+    TokenLogprob,
+)
 
 
 class ByteTokenizer:
@@ -125,6 +133,9 @@ LOAD = ReplicaLoad(
     preemptions=4,
     cancelled_requests=5,
     finished={"stop": 6, "length": 8},
+    backlog_s=1.25,
+    step=StepTime(),
+    hot_prefixes=(HotPrefix(name="c0ffee" * 5, tokens=640, sharers=2),),
 )
 
 

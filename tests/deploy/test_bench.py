@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -131,13 +132,14 @@ async def test_a_server_that_cannot_be_used(live_url, unused_tcp_port) -> None:
 
 
 async def test_broken_streams_are_errors(live_url, replica) -> None:
-    connection = Connection(Target.parse(live_url))
+    connection = Connection(replace(Target.parse(live_url), headers={"x-request-id": "mine"}))
     body = {"prompt": "a", "stream": True}
     with pytest.raises(LoadError, match="without usage"):
         await connection.stream("/v1/completions", body)
     body["stream_options"] = {"include_usage": True}
     sample = await connection.stream("/v1/completions", body)
     assert (sample.completion_tokens, sample.prompt_tokens, sample.cached_tokens) == (5, 1, 3)
+    assert sample.headers["x-request-id"] == "mine"
     replica.engine_error = "trees differ"
     with pytest.raises(LoadError, match="error event: trees differ"):
         await connection.stream("/v1/completions", body)

@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator
+from dataclasses import asdict
 from typing import Any
 
 import httpx
@@ -15,6 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from chunkserve.deploy.config import ServeConfig
 from chunkserve.deploy.ingress import build_http_app
 from chunkserve.replica.protocol import ReplicaError, ReplicaOverloaded, RequestRefused
+
+from .conftest import LOAD
 
 HI = {"model": "toy", "messages": [{"role": "user", "content": "hi"}]}
 
@@ -306,6 +309,14 @@ async def test_metrics(http, replica) -> None:
     }.items():
         assert seen[name] == value, name
     assert "secret-id" not in (await http.get("/metrics")).text
+
+
+async def test_status(http, replica) -> None:
+    body = (await http.get("/status")).json()
+    assert (body["model"], body["routing_policy"]) == ("toy", "prefix")
+    assert body["replicas"] == {"replica-0": json.loads(json.dumps(asdict(LOAD)))}
+    replica.unhealthy = ReplicaError("gone")
+    assert (await http.get("/status")).json()["replicas"] == {}
 
 
 async def test_metrics_without_a_replica(http, replica) -> None:

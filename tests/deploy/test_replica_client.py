@@ -53,6 +53,15 @@ class Handle:
         self.calls.append(Call(self._accepted()))
         return self.calls[-1]
 
+    def broadcast(self, method: str) -> "Handle":
+        # Serve's handle looks for a running loop when it is first used, and fails in other threads.
+        asyncio.get_running_loop()
+        self.broadcasts = [method]
+        return self
+
+    def results(self, *, timeout_s: float) -> list[tuple[str, str]]:
+        return [("r1", "its load")]
+
     async def _accepted(self) -> AsyncIterator[str]:
         yield "r1"
         await asyncio.Event().wait()
@@ -116,3 +125,13 @@ async def test_after_the_first_token_a_broken_feed_is_told() -> None:
         await take()
     assert got == [event(1)]
     assert [call.cancelled for call in handle.calls] == [True]
+
+
+async def test_loads_may_be_the_first_that_is_asked_of_a_handle() -> None:
+    async def nothing(request_id: str) -> AsyncIterator[Message]:
+        return
+        yield
+
+    handle = Handle(nothing)
+    assert await client(handle).loads() == {"r1": "its load"}
+    assert handle.broadcasts == ["load"]

@@ -2,19 +2,23 @@
 
 import random
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable
 
 import pytest
 
+from chunkserve.replica.build import build_engine
 from chunkserve.replica.engine import Engine, EngineConfig
 from chunkserve.replica.fake import FakeModelRunner
+from chunkserve.replica.options import ReplicaOptions
 from chunkserve.replica.protocol import (
     EngineStopped,
     ReplicaOverloaded,
     Request,
     RequestRefused,
     SamplingParams,
+    StepTime,
     TokenEvent,
 )
 from chunkserve.replica.tokenizer import Tokenizer
@@ -313,3 +317,30 @@ def test_a_fault_in_a_step_ends_everything_with_an_error(tokenizer: Tokenizer, m
     assert "the model broke" in (bench.events["r0"][-1].error or "")
     with pytest.raises(EngineStopped, match="the model broke"):
         bench.engine.ping(timeout_s=1)
+
+
+def test_a_replica_with_simulated_steps_takes_their_time_and_says_what_the_fake_model_says(small_model) -> None:
+    events: list[tuple[str, TokenEvent]] = []
+    step = StepTime(fixed_s=0.02, per_token_s=1e-3)
+    options = ReplicaOptions(model=str(small_model), pool_chunks=8, max_sequence_tokens=512, simulated_step=step)
+    engine = build_engine(options, events.extend)
+    prompt = list(range(1000, 1100))
+    engine.start()
+    try:
+        begin_s = time.monotonic()
+        engine.submit(
+            Request(request_id="a", prompt_token_ids=prompt, sampling=SamplingParams(max_tokens=3, temperature=0))
+        )
+        while not events or events[-1][1].finish_reason is None:
+            time.sleep(0.005)
+            assert time.monotonic() < begin_s + 30
+        took_s = time.monotonic() - begin_s
+    finally:
+        engine.stop()
+    # A step for the prompt, and one for each of two more tokens.
+    assert took_s >= 3 * 0.02 + 102 * 1e-3
+    model = FakeModelRunner(vocab_size=49152, num_slots=1, chunk_size=64)
+    tokens = [*prompt]
+    for _ in range(3):
+        tokens.append(model.next_token("", tokens))
+    assert [token for _, event in events for token in event.token_ids] == tokens[100:]

@@ -80,10 +80,20 @@ def test_prefix_leaves_a_hit_that_costs_more_than_it_saves() -> None:
 
 
 def test_prefix_keeps_overloaded_replicas_out_whatever_they_hold() -> None:
-    view = view_of(4, cached_tokens=[0, 9000, 0, 0], work_s=[1.0, 3.0, 1.0, 1.0])
+    view = view_of(4, cached_tokens=[0, 9000, 0, 0], work_s=[10.0, 30.0, 10.0, 10.0])
     request = request_of(tokens=10_000)
     assert choose_replica("prefix", request, view, PolicyOptions(overload=2.0)).ranked[0] == 1
     assert choose_replica("prefix", request, view, PolicyOptions(overload=0.5)).ranked[0] != 1
+
+
+def test_of_two_replicas_the_busy_one_keeps_its_prompt_while_waiting_costs_less_than_computing_it() -> None:
+    def first(work_s: float) -> int:
+        view = view_of(2, cached_tokens=[2944, 0], work_s=[work_s, 0.0])
+        return choose_replica("prefix", request_of(tokens=3000), view, OPTIONS).ranked[0]
+
+    # All of the prompt is 3 s. Twice the mean is no overload here, as it was once; more than 3 s above it is.
+    assert first(1.0) == first(5.9) == 0
+    assert first(6.1) == 1
 
 
 def test_new_prefixes_go_by_rendezvous_the_same_in_all_routers() -> None:
@@ -132,6 +142,12 @@ def test_a_new_replica_gets_its_share_of_cold_prefixes_bit_by_bit() -> None:
 def test_a_new_replica_serves_what_it_holds() -> None:
     view = view_of(3, age_s=[np.inf, np.inf, 0.0], cached_tokens=[0, 0, 640])
     assert choose_replica("prefix", request_of(), view, OPTIONS).ranked[0] == 2
+
+
+def test_a_decoding_stream_takes_a_token_of_each_step_as_well() -> None:
+    cost = view_of(2, per_sequence_s=5e-4).cost
+    # Ten tokens, each 1 ms as a token and 0.5 ms as a sequence, for itself and for three beside it.
+    assert cost.decode_s(10, np.array([0.0, 3.0])).tolist() == pytest.approx([0.015, 0.060])
 
 
 def test_slower_replicas_cost_more() -> None:

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+from typer.testing import CliRunner
 
+from chunkserve.deploy.cli import app
 from chunkserve.deploy.local_server import LocalServer, local_server
 
 pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -67,6 +69,63 @@ def test_different_prompts_use_both_replicas(server: LocalServer) -> None:
     with ThreadPoolExecutor(8) as pool:
         went = list(pool.map(lambda n: ask(server, prompt_of(n), cache_salt="spread")[0], range(200, 208)))
     assert len(set(went)) == 2
+
+
+LONG = "A tool may be called by its name and its arguments, as JSON, on a line of its own. " * 20
+TOOLS = '{"name": "search", "parameters": {"query": "string", "limit": "integer"}}\n' * 16
+# Two requests of a kind that begin alike and end differently.
+KINDS = {
+    "chat": [{"messages": [{"role": "user", "content": LONG + end}]} for end in ("One?", "Another?")],
+    "chat with tools in its system text": [
+        {"messages": [{"role": "system", "content": LONG + TOOLS}, {"role": "user", "content": end}]}
+        for end in ("Where is Rome?", "Who was there?")
+    ],
+    "completions": [{"prompt": LONG + end} for end in ("One", "Another, longer one")],
+    "token ids": [{"prompt": [*prompt_of(70), end, end]} for end in (5, 6)],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_ingress_names_chunks_as_the_engine_cuts_them(server: LocalServer, kind: str) -> None:
+    for number, body in enumerate(KINDS[kind]):
+        answer = httpx.post(
+            f"{server.url}/v1/{'chat/' if 'messages' in body else ''}completions",
+            json=body | {"max_tokens": 2, "temperature": 0, "ignore_eos": True, "cache_salt": f"borders {kind}"},
+            headers={"x-chunkserve-explain": "1"},
+            timeout=120,
+        )
+        predicted, cached = (int(answer.headers[f"x-chunkserve-{n}cached-tokens"]) for n in ("predicted-", ""))
+        # What the router expects ends at the last border of a chunk before the place where the engine's hit ends.
+        assert predicted == cached // CHUNK * CHUNK
+        assert (cached >= 4 * CHUNK) == bool(number)
+        assert int(answer.headers["x-chunkserve-decision-us"]) > 0
+        if not number:
+            time.sleep(1.5)  # as above
+
+
+def test_top_shows_what_is_shared(server: LocalServer) -> None:
+    def stream(number: int) -> int:
+        prompt = [*prompt_of(80)[: 5 * CHUNK], number, 6, 7]
+        body = {"prompt": prompt, "max_tokens": 120, "ignore_eos": True, "stream": True, "cache_salt": "top"}
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=120)
+        return answer.status_code
+
+    ask(server, prompt_of(80), cache_salt="top")
+    with ThreadPoolExecutor(3) as pool:
+        streams = [pool.submit(stream, 100 + number) for number in range(3)]
+        hot: list[dict[str, object]] = []
+        while not hot:
+            assert not all(one.done() for one in streams), "nothing was shared while they ran"
+            replicas = httpx.get(f"{server.url}/status", timeout=30).json()["replicas"]
+            hot = [hot for load in replicas.values() for hot in load["hot_prefixes"] if hot["sharers"] == 3]
+        shown = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["top", "--once", "--url", server.url])
+        assert [one.result() for one in streams] == [200] * 3
+    assert hot[0]["tokens"] == 5 * CHUNK
+    assert len(replicas) == 2
+    assert shown.exit_code == 0, shown.output
+    assert str(hot[0]["name"])[:12] in shown.stdout
+    assert all(name in shown.stdout for name in replicas)
+    assert "2 replica(s), policy prefix" in shown.stdout
 
 
 def test_requests_survive_the_death_of_a_replica(server: LocalServer) -> None:
