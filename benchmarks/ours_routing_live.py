@@ -18,7 +18,6 @@ import itertools
 import logging
 import os
 import random
-import socket
 import statistics
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -32,8 +31,6 @@ from chunkserve.deploy.launcher import RAY_ENVIRONMENT
 # Before Ray is imported.
 os.environ.update(RAY_ENVIRONMENT)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Ray's workers are nice by default; beside other programs their streams would stand still now and then.
-os.environ.setdefault("RAY_worker_niceness", "0")
 
 import httpx
 import numpy as np
@@ -49,6 +46,7 @@ from rows import write_rows
 from chunkserve.deploy.app import application
 from chunkserve.deploy.config import ServeConfig
 from chunkserve.deploy.load_client import Connection, LoadError, Sample, Target
+from chunkserve.deploy.local_server import loopback_port
 from chunkserve.deploy.small_model import ensure_small_model
 from chunkserve.replica.fake import FakeModelRunner
 from chunkserve.replica.protocol import StepTime
@@ -237,11 +235,11 @@ def _body(ask: Ask, salt: str) -> dict[str, Any]:
 @contextmanager
 def ray_session() -> Iterator[str]:
     """Ray and Serve of one's own; the URL of their proxy. They end with the block."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     # Names of Unix sockets are short, and Ray's lie deep in its folder.
-    with tempfile.TemporaryDirectory(prefix="cs", dir="/tmp", ignore_cleanup_errors=True) as folder:
+    with (
+        loopback_port() as port,
+        tempfile.TemporaryDirectory(prefix="cs", dir="/tmp", ignore_cleanup_errors=True) as folder,
+    ):
         ray.init(_temp_dir=folder, include_dashboard=False, log_to_driver=False, logging_level="warning", num_cpus=64)
         try:
             serve.start(http_options={"host": "127.0.0.1", "port": port}, logging_config={"log_level": "WARNING"})

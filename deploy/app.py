@@ -81,6 +81,8 @@ def application(
             request_router_kwargs=settings,
             request_routing_stats_period_s=config.routing_report_period_s,
         ),
+        # Calls from routers and feeds come twice a second; requests are in the ingress' log.
+        logging_config={"enable_access_log": False},
         **ranks,
     )(ReplicaActor).bind(options, config.health_stall_s, config.log_level, scheme)
 

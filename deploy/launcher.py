@@ -30,6 +30,10 @@ RAY_ENVIRONMENT: Mapping[str, str] = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "disabled",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+    # Ray's workers are nice (15) by default, as batch jobs are: any other program would take a server's cores.
+    "RAY_worker_niceness": "0",
+    # The controller looks after its replicas twice a second; ten times, as by default, takes 5 % of a core.
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
