@@ -8,6 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+# Of a chain that is only expected so many chunks are noted: 65,536 tokens tell where to go, and a decision about a prompt
+# of 240,000 would take twice its 5 ms. What the replica then reports is noted whole.
+_MAX_EXPECTED = 1024
 # Entries that the hand passes per inserted entry while bits are dead.
 _SWEEP_PER_INSERT = 2
 
@@ -138,8 +141,9 @@ class PrefixIndex:
         return PrefixMatch(depths=depths, num_common=num_common)
 
     def expect(self, digests: Sequence[bytes], row: int, until_s: float, now_s: float) -> None:
-        """A replica will compute this chain; believed until then."""
+        """A replica will compute this chain; believed until then, as far as `_MAX_EXPECTED` chunks."""
         bit = 1 << self._bit_of_row[row]
+        digests = digests[:_MAX_EXPECTED]
         known = bisect_left(range(len(digests)), True, key=lambda i: not self._is_stored(digests[i], bit))
         parent = self._at[digests[known - 1]] if known else -1
         at_of, expected, expected_until_s = self._at, self._expected, self._expected_until_s

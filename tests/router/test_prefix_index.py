@@ -37,6 +37,16 @@ def test_depths_of_replicas_that_hold_a_part() -> None:
     index.check()
 
 
+def test_of_a_very_long_chain_the_first_chunks_are_expected_and_all_are_stored() -> None:
+    index = index_with(2, max_entries=5000)
+    prompt = tuple(digest_of(f"{i}") for i in range(3750))
+    index.expect(prompt, 0, until_s=10.0, now_s=0.0)
+    assert index.match(prompt, 1.0, 2).depths.tolist() == [1024, 0]
+    index.store(prompt, 0)
+    assert index.match(prompt, 1.0, 2).depths.tolist() == [3750, 0]
+    index.check()
+
+
 def test_an_expected_chain_counts_until_its_time() -> None:
     index = index_with(2)
     prompt = chain("a", 3)
