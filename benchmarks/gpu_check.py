@@ -23,7 +23,14 @@ import torch.nn.functional as F
 from rows import write_rows
 from torch import Tensor
 
-from chunkserve.kernels.dispatch import AttentionProblem, Backend, LayerKV, backend_matrix, select_backend
+from chunkserve.kernels.dispatch import (
+    FP8,
+    AttentionProblem,
+    Backend,
+    LayerKV,
+    backend_matrix,
+    select_backend,
+)
 from chunkserve.kernels.plan import AttentionPlan, Int32Array, PlanOptions, build_plan
 from chunkserve.kernels.reference import TOLERANCE, oracle
 
@@ -48,8 +55,6 @@ PAPER_US = {
 
 class GpuBackend(Backend, Protocol):
     """What both GPU backends have beyond the contract."""
-
-    def num_workers(self, problem: AttentionProblem) -> int: ...
 
     def reserve(self, kv: LayerKV, *, plan_ints: int, partials: int) -> None: ...
 
@@ -105,11 +110,13 @@ class Machine:
         return 1e6 * max(num_bytes / self.bytes_per_s, flop / self.flop_per_s)
 
 
-def problem_of(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, **masks: Any) -> AttentionProblem:
+def problem_of(
+    dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, *, kv_dtype: torch.dtype | None = None, **masks: Any
+) -> AttentionProblem:
     return AttentionProblem(
         device="cuda",
         dtype=dtype,
-        kv_dtype=dtype,
+        kv_dtype=kv_dtype or dtype,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
@@ -133,6 +140,11 @@ CORRECTNESS: list[tuple[AttentionProblem, Batch]] = [
     ),
     (problem_of(torch.float16, 32, 8, 128, window=700), Batch(shared=1024, private=(5, 900, 64) * 3)),
     (problem_of(torch.float16, 32, 8, 128, softcap=30.0), Batch(shared=1024, private=(5, 900, 64) * 3)),
+    *(
+        (problem_of(dtype, 32, 8, d, kv_dtype=FP8), Batch(shared=1024, private=(5, 900, 64) * 8))
+        for dtype in (torch.float16, torch.bfloat16)
+        for d in (64, 128)
+    ),
 ]
 TABLE = [
     (problem_of(torch.float16, 32, kv_heads, 128), n_p, n_s, Batch(shared=n_s, private=(n_p - n_s,) * 32))
@@ -151,8 +163,13 @@ def filled(backend: GpuBackend, problem: AttentionProblem, num_slots: int) -> La
     """Every slot holds random numbers."""
     kv = backend.allocate(problem, num_slots)
     generator = torch.Generator(problem.device).manual_seed(0)
-    for pool in (kv.k, kv.v):
-        pool.normal_(generator=generator)
+    for pool, scales in ((kv.k, kv.k_scale), (kv.v, kv.v_scale)):
+        if scales is None:
+            pool.normal_(generator=generator)
+        else:
+            numbers = pool.view(torch.uint8).random_(0, 256, generator=generator)
+            numbers.masked_fill_((numbers & 0x7F) == 0x7F, 0)  # no NaN
+            scales.fill_(2.0**-8)
     return kv
 
 

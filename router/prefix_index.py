@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-# Of a chain that is only expected so many chunks are noted: 65,536 tokens tell where to go, and a decision about a prompt
-# of 240,000 would take twice its 5 ms. What the replica then reports is noted whole.
+# Of a chain that is only expected so many chunks are noted: 65,536 tokens tell where to go, and deciding about 240,000
+# would take twice its 5 ms. What the replica then reports is noted whole.
 _MAX_EXPECTED = 1024
 # Entries that the hand passes per inserted entry while bits are dead.
 _SWEEP_PER_INSERT = 2
