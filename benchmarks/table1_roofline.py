@@ -10,13 +10,14 @@ The paper, Llama 2 7B in fp16 on an A100: attention has 0.99 operations per byte
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
 import torch
 from attention_cases import (
+    CHUNK,
     SHAPES,
     Limits,
     Pool,
@@ -74,8 +75,8 @@ def check(weights: Sequence[PackedLinear], sizes: Sequence[tuple[int, int]], dty
             raise RuntimeError(f"a product [{n}, {k}] is wrong; not timed")
 
 
-def attention_module(name: str, pool: Pool, batch: int, shared_tokens: int) -> Module:
-    setting, sequences = pool.setting, one_prefix(batch, CONTEXT, shared_tokens)
+def attention_module(name: str, pool: Pool, batch: int, context: int, shared_tokens: int) -> Module:
+    setting, sequences = pool.setting, one_prefix(batch, context, shared_tokens)
     shape, counts = setting.shape, sequences.token_counts()
     kv_bytes = 2 * (counts["shared_read"] + counts["private"]) * shape.num_kv_heads * shape.head_dim
     q_and_out = 2 * batch * shape.num_heads * shape.head_dim
@@ -88,13 +89,20 @@ def attention_module(name: str, pool: Pool, batch: int, shared_tokens: int) -> M
     )
 
 
-def run(settings: Sequence[Setting], batches: Sequence[int], repeats: int) -> Iterator[dict[str, Any]]:
+def run(
+    settings: Sequence[Setting],
+    batches: Sequence[int],
+    repeats: int,
+    *,
+    widths: Mapping[str, tuple[int, int]] = WIDTHS,
+    context: int = CONTEXT,
+) -> Iterator[dict[str, Any]]:
     for setting in settings:
         shape = setting.shape
-        hidden, width = WIDTHS[shape.name]
+        hidden, width = widths[shape.name]
         qkv = [((shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim, hidden)]
         mlp = [(2 * width, hidden), (hidden, width)]
-        pool = Pool(setting, num_slots=max(batches) * CONTEXT // 64, num_sequences=max(batches))
+        pool = Pool(setting, num_slots=max(batches) * context // CHUNK, num_sequences=max(batches))
         qkv_weights, mlp_weights = packed(qkv, setting.dtype), packed(mlp, setting.dtype)
         check([*qkv_weights, *mlp_weights], [*qkv, *mlp], setting.dtype)
         limits = Limits.measure(setting.dtype)
@@ -102,8 +110,8 @@ def run(settings: Sequence[Setting], batches: Sequence[int], repeats: int) -> It
             x = torch.empty(batch, hidden, dtype=setting.dtype)
             modules = [
                 product_module("qkv", qkv_weights, qkv, x),
-                attention_module("attention", pool, batch, 0),
-                attention_module("attention, all shared", pool, batch, CONTEXT),
+                attention_module("attention", pool, batch, context, 0),
+                attention_module("attention, all shared", pool, batch, context, context),
                 product_module("mlp", mlp_weights, mlp, x),
             ]
             times: dict[str, list[float]] = {module.name: [] for module in modules}
@@ -121,7 +129,7 @@ def run(settings: Sequence[Setting], batches: Sequence[int], repeats: int) -> It
                 yield {
                     **setting.columns,
                     "batch": batch,
-                    "context": CONTEXT,
+                    "context": context,
                     "module": module.name,
                     "mflop": round(module.operations / 1e6, 2),
                     "moved_mb": round(module.moved_bytes / 1e6, 2),
@@ -140,21 +148,25 @@ def main() -> None:
     settings = all_settings(thread_counts(args))
     if args.quick:
         settings = [setting for setting in settings if setting.shape is SHAPES[1]]
-    rows = collect(run(settings, BATCHES, 5 if args.quick else 15), args.json)
+    report(collect(run(settings, BATCHES, 5 if args.quick else 15), args.json))
+
+
+def report(rows: Sequence[dict[str, Any]]) -> None:
     shown = [row | {"% floor": round(100 * row["roofline_us"] / row["ours_us"])} for row in rows]
     print_table(
-        f"one layer, one new token per sequence, {CONTEXT} tokens of context",
+        f"one layer, one new token per sequence, {rows[0]['context']} tokens of context",
         shown,
         (
             *("case", "dtype", "threads", "batch", "module", "mflop", "moved_mb", "intensity"),
             *("ours_us", "roofline_us", "% floor", "spread"),
         ),
     )
-    here = [row for row in rows if row["batch"] == 32 and row["dtype"] == rows[-1]["dtype"]]
+    batch = sorted({row["batch"] for row in rows})[len({row["batch"] for row in rows}) // 2]
+    here = [row for row in rows if row["batch"] == batch and row["dtype"] == rows[-1]["dtype"]]
     of = {row["module"]: row for row in here[-4:]}
     layer_us = sum(of[name]["ours_us"] for name in ("qkv", "attention", "mlp"))
     print(
-        f"{here[-1]['case']}, {here[-1]['dtype']}, {here[-1]['threads']} thread(s), batch 32: attention has "
+        f"{here[-1]['case']}, {here[-1]['dtype']}, {here[-1]['threads']} thread(s), batch {batch}: attention has "
         f"{of['attention']['intensity']:.2f} operations per byte and takes {of['attention']['ours_us'] / layer_us:.0%} "
         f"of the layer; all shared {of['attention, all shared']['intensity']:.1f}, "
         f"{of['attention']['ours_us'] / of['attention, all shared']['ours_us']:.1f}x faster"

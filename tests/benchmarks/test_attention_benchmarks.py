@@ -17,6 +17,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 PROVENANCE = {"commit", "torch", "cpu", "cpus", "load_average", "warm_up", "repeats", "spread"}
 PAGED = {"ours_us", "shared_pages_us", "separate_pages_us", "roofline_us", "serial_roofline_us"}
 SETTING = {"case", "dtype", "threads"}
+_ATTENTION = ("attention", "attention, all shared")
 
 
 @pytest.fixture(autouse=True)
@@ -66,6 +67,16 @@ def test_table3(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert rows[0]["shared_pages_us"] is None
     assert rows[-1]["sdpa_packed_us"]
     assert len(script.latency_panels(rows)) == 2
+
+
+def test_table1(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    measured = load("table1_roofline").run(tiny_settings(), (1, 3), 2, widths={"tiny": (32, 48)}, context=128)
+    rows = rows_of("table1_roofline", measured, tmp_path / "rows.json", capsys)
+    assert_columns(rows, PROVENANCE | SETTING | {"batch", "module", "mflop", "moved_mb", "intensity", "ours_us"})
+    assert [row["module"] for row in rows[:4]] == ["qkv", "attention", "attention, all shared", "mlp"]
+    private, shared = (next(r for r in rows if r["batch"] == 3 and r["module"] == m) for m in _ATTENTION)
+    assert shared["mflop"] == private["mflop"]
+    assert shared["intensity"] > 2 * private["intensity"]
 
 
 @pytest.mark.slow

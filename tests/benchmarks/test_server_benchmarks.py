@@ -1,0 +1,53 @@
+"""The benchmarks of whole servers, as far as they go without one: what they make of what they measured."""
+
+import importlib
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture(autouse=True)
+def benchmark_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+
+
+def _row(system: str, shared: int, rate: float, latency: float, kv_bytes: int | None = None) -> dict[str, Any]:
+    return {
+        "system": system, "prompt_tokens": 1024, "shared_tokens": shared, "shared_percent": shared * 100 // 1024,
+        "rate_rps": rate, "latency_ms_per_token": latency, "kv_bytes_peak": kv_bytes,
+    }  # fmt: skip
+
+
+def test_fig5_compares_at_the_highest_rate(capsys: pytest.CaptureFixture[str]) -> None:
+    fig5 = importlib.import_module("fig5_latency_vs_rate")
+    rows = [
+        _row("chunkserve", 1024, 1.0, 10), _row("peer", 1024, 1.0, 50),
+        _row("chunkserve", 1024, 2.0, 20), _row("peer", 1024, 2.0, 60), _row("chunkserve", 0, 2.0, 90),
+    ]  # fmt: skip
+    fig5._print_headline(rows, Namespace(prompt_tokens=[1024], rates=[1.0, 2.0]))
+    assert "peer / chunkserve, normalised latency: 3.00x (3.00 to 3.00) at 2 requests/s" in capsys.readouterr().out
+    panels = fig5._panels(rows)
+    assert [panel.lines for panel in panels] == [
+        {"chunkserve": [(1.0, 10), (2.0, 20)], "peer": [(1.0, 50), (2.0, 60)]},
+        {"chunkserve": [(2.0, 90)]},
+    ]
+
+
+def test_table4_gives_what_sharing_saves() -> None:
+    table4 = importlib.import_module("table4_memory_latency")
+    rows = [_row("chunkserve", 0, 1.0, 40, 1000), _row("chunkserve", 1024, 1.0, 10, 150)]
+    text = table4._headline(rows, 1024)
+    assert "peak K and V bytes 0.150x (0.150 to 0.150), normalised latency 0.250x (0.250 to 0.250)" in text
+
+
+def test_table2_counts_what_the_tree_finds() -> None:
+    table2 = importlib.import_module("table2_shared_prompts")
+    prompt = list(range(200))
+    row = table2.measure("family", ["one"], [[*prompt, 1000 + i, 7] for i in range(4)])
+    # Three of four find the prompt; 200 tokens are 3 whole chunks, the fourth is each request's own.
+    assert (row["shared_tokens"], row["chunks"], row["chunks_unshared"]) == (200, 3 + 4, 4 * 4)
+    assert row["shared_share"] == pytest.approx(600 / 808, abs=1e-4)
