@@ -22,12 +22,15 @@ from chunkserve.replica.protocol import (
 )
 
 from .api_error import ApiError
+from .fair_queue import FairQueue
 from .metrics import IngressMetrics
 from .openai_responses import Answer, sse_event
 
 logger = logging.getLogger(__name__)
 
 _RETRY_AFTER_S = "1"
+# Clients that say nothing of max_tokens allow as many as the context has; few answers are that long.
+_EXPECTED_NEW_TOKENS = 256
 
 
 @dataclass(slots=True)
@@ -103,6 +106,7 @@ class GenerationResponse(Response):
         answer: Answer,
         stream: bool,
         replica: ReplicaClient,
+        queue: FairQueue,
         metrics: IngressMetrics,
         arrival_s: float,
         timeout_s: float,
@@ -113,6 +117,7 @@ class GenerationResponse(Response):
         self._answer = answer
         self._stream = stream
         self._replica = replica
+        self._queue = queue
         self._metrics = metrics
         self._arrival_s = arrival_s
         self._timeout_s = timeout_s
@@ -176,8 +181,13 @@ class GenerationResponse(Response):
     async def _consume(self, take: Callable[[int, Sequence[TokenEvent]], Awaitable[None]]) -> None:
         async def pump(prompt: int, request: Request) -> None:
             receipt = (self._receipt,) if self._receipt is not None and prompt == 0 else ()
-            async with aclosing(self._replica.generate(request, *receipt)) as batches:
+            async with (
+                self._queue.turn(request.cache_salt, sequences=request.n, tokens=_expected_tokens(request)) as turn,
+                aclosing(self._replica.generate(request, *receipt)) as batches,
+            ):
+                turn.tokens = 0
                 async for events in batches:
+                    turn.tokens += _computed_tokens(request, events, is_first=turn.tokens == 0)
                     _check(events)
                     if self._first_token_s is None and any(event.token_ids for event in events):
                         self._first_token_s = time.monotonic()
@@ -241,6 +251,17 @@ class GenerationResponse(Response):
                 decode_s=now_s - self._first_token_s,
                 longest_choice_tokens=max(c.last.completion_tokens for c in self._answer.choices if c.last is not None),
             )
+
+
+def _expected_tokens(request: Request) -> int:
+    """What a replica will probably compute, before anything is known of it."""
+    return len(request.prompt_token_ids) + request.n * min(request.sampling.max_tokens, _EXPECTED_NEW_TOKENS)
+
+
+def _computed_tokens(request: Request, events: Sequence[TokenEvent], *, is_first: bool) -> int:
+    """What a replica has computed for these events; with the first ones the prompt, as far as it was not cached."""
+    prompt = len(request.prompt_token_ids) - min(e.cached_tokens for e in events) if is_first and events else 0
+    return prompt + sum(len(event.token_ids) for event in events)
 
 
 def _check(events: Sequence[TokenEvent]) -> None:

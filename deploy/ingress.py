@@ -22,6 +22,7 @@ from chunkserve.replica.protocol import ReplicaError, ReplicaLoad, Request
 
 from .api_error import ApiError, bad_request
 from .config import ServeConfig
+from .fair_queue import FairQueue
 from .generation import GenerationResponse, ReplicaClient
 from .metrics import IngressMetrics
 from .openai_protocol import (
@@ -75,6 +76,13 @@ class Ingress:
         self._config = config
         self._tokenizer = tokenizer
         self._replica = replica
+        # One in eight more than run, so that a replica has the next one at hand when a sequence ends.
+        running = config.max_running_sequences
+        self._queue = FairQueue(
+            capacity=config.num_replicas * (running + max(running // 8, 1)),
+            max_waiting=config.num_replicas * config.max_waiting_requests,
+        )
+        self.metrics.watch_queue(self._queue)
         self._created_s = int(time.time())
         self._limits = RequestLimits.of(
             config, vocab_size=tokenizer.vocab_size, max_context_tokens=tokenizer.max_context_tokens
@@ -221,6 +229,7 @@ class Ingress:
             answer=answer,
             stream=bool(request.stream),
             replica=self._replica,
+            queue=self._queue,
             metrics=self.metrics,
             arrival_s=arrival_s,
             timeout_s=self._config.request_timeout_s,

@@ -2,11 +2,13 @@
 
 from collections.abc import Iterable, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from chunkserve.replica.protocol import ReplicaLoad
+
+from .fair_queue import FairQueue
 
 _TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _PER_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
@@ -57,6 +59,15 @@ class IngressMetrics:
             "time_per_output_token_seconds", "First to last token, per token of the longest choice.", _PER_TOKEN_S
         ).labels(model)
         self._latency = histogram("request_latency_seconds", "Arrival to last token.", _LATENCY_S).labels(model)
+
+    def watch_queue(self, queue: FairQueue) -> None:
+        """Report what waits in front of the replicas."""
+        for name, text, value in (
+            ("queued_requests", "Requests that wait for a replica, at this ingress.", lambda: queue.num_waiting),
+            ("dispatched_sequences", "Sequences that this ingress has with replicas.", lambda: queue.in_flight),
+        ):
+            gauge = Gauge(f"chunkserve_{name}", text, ("model",), registry=self._registry)
+            gauge.labels(self._model).set_function(value)
 
     def count_http(self, path: str, status: int) -> None:
         self._http.labels(self._model, path, str(status)).inc()

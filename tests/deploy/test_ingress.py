@@ -334,3 +334,23 @@ async def test_prompts_and_answers_are_not_logged(http, caplog) -> None:
     assert "request path=/v1/chat/completions status=200" in caplog.text
     assert "xyzzy" not in caplog.text
     assert "w0" not in caplog.text
+
+
+async def test_a_tenant_that_floods_does_not_keep_others_waiting(replica, tokenizer_like) -> None:
+    config = ServeConfig(served_model_name="toy", max_running_sequences=1)
+    replica.pause_s = 0.01
+    transport = httpx.ASGITransport(build_http_app(config, tokenizer_like, replica))
+    async with httpx.AsyncClient(transport=transport, base_url="http://toy") as client:
+
+        async def ask(tenant: str) -> int:
+            return (await client.post("/v1/chat/completions", json=HI | {"cache_salt": tenant})).status_code
+
+        flood = [asyncio.create_task(ask("flood")) for _ in range(12)]
+        while len(replica.requests) < 2:
+            await asyncio.sleep(0.001)
+        metrics = (await client.get("/metrics")).text
+        assert 'chunkserve_queued_requests{model="toy"} 10.0' in metrics
+        assert await ask("other") == 200
+        assert {await task for task in flood} == {200}
+    # One runs and one is at hand; the other tenant's comes with the next turns.
+    assert [request.cache_salt for request in replica.requests].index("other") <= 4
