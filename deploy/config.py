@@ -68,6 +68,7 @@ class ServeConfig(BaseModel):
     kv_pool_chunks: int | None = Field(default=None, ge=2)
     prefix_sharing: bool = True
     retain_prefixes: bool = True
+    allow_cache_reset: bool = False
 
     max_sequence_tokens: int | None = Field(default=None, ge=2)
     max_running_sequences: int = Field(default=64, ge=1, le=65_536)

@@ -279,7 +279,7 @@ def _why_not_deterministic(config: ModelConfig, backend: Backend, num_ranks: int
     if not isinstance(config, DecoderConfig):
         return "this model runs as transformers wrote it, and the sums of torch's products depend on the number of rows"
     if num_ranks > 2:
-        return f"tensor_parallel_size is {num_ranks}: sums over more than 2 have an order that depends on the number of rows"
+        return f"tensor_parallel_size is {num_ranks}: sums over more than 2 depend on the number of rows"
     return None
 
 

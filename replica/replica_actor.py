@@ -104,6 +104,16 @@ class ReplicaActor:
         """This replica's name, and what it is doing."""
         return _replica_name(), self._engine.load()
 
+    async def reset_cache(self) -> str:
+        """Forget the chunks that nobody uses; this replica's name, once that is on its way.
+
+        Raises:
+            EngineStopped, TimeoutError: as `check_health`.
+        """
+        self._engine.clear_prefixes()
+        await asyncio.to_thread(self._engine.ping, self._health_stall_s)
+        return _replica_name()
+
     def record_routing_stats(self) -> dict[str, Any]:
         """A RoutingReport as a dict; Serve asks for it and passes it on to all routers."""
         report = self._engine.reporter.report() if self._engine.reporter is not None else None

@@ -79,7 +79,13 @@ def make(tokenizer: Tokenizer) -> Callable[..., Bench]:
 
 
 def request(
-    name: str, prompt: list[int], max_tokens: int = 8, n: int = 1, salt: str = "", **sampling: object
+    name: str,
+    prompt: list[int],
+    max_tokens: int = 8,
+    n: int = 1,
+    salt: str = "",
+    prefix_cache: bool = True,
+    **sampling: object,
 ) -> Request:
     return Request(
         request_id=name,
@@ -87,6 +93,7 @@ def request(
         sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, **sampling),  # type: ignore[arg-type]
         n=n,
         cache_salt=salt,
+        prefix_cache=prefix_cache,
     )
 
 
@@ -116,6 +123,35 @@ def test_shared_prefix_is_computed_once_and_kept_once(make: Callable[..., Bench]
     assert 10 * C + 16 * 2 <= load.computed_prompt_tokens <= 10 * C + 16 * 3
     assert load.cached_prompt_tokens + load.computed_prompt_tokens == 16 * (10 * C + 3)
     assert [bench.events[f"r{i}"][-1].cached_tokens >= 10 * C for i in range(16)] == [False] + [True] * 15
+
+
+def test_a_request_that_opts_out_shares_with_its_own_choices_alone_and_leaves_nothing(
+    make: Callable[..., Bench],
+) -> None:
+    bench = make(max_step_tokens=256)
+    prompt = list(range(4 * C))
+    usual, private = request("usual", prompt), request("private", prompt, n=3, prefix_cache=False)
+    other = request("other", prompt, prefix_cache=False)
+    bench.engine.submit(usual)
+    bench.run()
+    retained = bench.engine.load().chunks_retained
+    for one in (private, other):
+        bench.engine.submit(one)
+    peak = 0
+    while bench.turn():
+        peak = max(peak, bench.engine.load().chunks_in_use)
+    assert_right(bench, [usual, private, other])
+    assert peak == (4 + 3) + (4 + 1), "the choices share their prompt, and the other request has its own"
+    assert bench.events["private"][0].cached_tokens == bench.events["other"][0].cached_tokens == 0
+    assert bench.engine.load().chunks_retained == retained
+    assert bench.engine.load().chunks_in_use == 0
+    # Nor does anybody find what a request that is not done yet has computed.
+    bench.engine.submit(request("long", [7] * (3 * C), max_tokens=40, prefix_cache=False))
+    for _ in range(3):
+        bench.turn()
+    bench.engine.submit(request("later", [7] * (3 * C)))
+    bench.run()
+    assert bench.events["later"][0].cached_tokens == 0
 
 
 def test_without_sharing_everything_is_computed(make: Callable[..., Bench]) -> None:
@@ -173,7 +209,10 @@ def test_random_traffic_gets_the_text_that_it_gets_alone(make: Callable[..., Ben
     requests, cancelled = [], set()
     for i in range(60):
         prompt = [*rng.choice(stems), *[rng.randrange(2) for _ in range(rng.randrange(1, 2 * C))]]
-        one = request(f"r{i}", prompt, rng.randrange(1, 40), n=rng.choice([1, 1, 1, 3]), salt=rng.choice(["", "", "a"]))
+        one = request(
+            f"r{i}", prompt, rng.randrange(1, 40), n=rng.choice([1, 1, 1, 3]), salt=rng.choice(["", "", "a"]),
+            prefix_cache=rng.random() < 0.8,
+        )  # fmt: skip
         requests.append(one)
         bench.engine.submit(one)
         for _ in range(rng.randrange(4)):
