@@ -91,6 +91,7 @@ class Sampling(TypedDict, total=False):
     ignore_eos: bool
     stop_token_ids: Sequence[int]
     cache_salt: str
+    prefix_cache: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

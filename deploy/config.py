@@ -68,11 +68,13 @@ class ServeConfig(BaseModel):
     kv_pool_chunks: int | None = Field(default=None, ge=2)
     prefix_sharing: bool = True
     retain_prefixes: bool = True
+    allow_cache_reset: bool = False
 
     max_sequence_tokens: int | None = Field(default=None, ge=2)
     max_running_sequences: int = Field(default=64, ge=1, le=65_536)
     max_step_tokens: _AutoCount = "auto"
     max_waiting_requests: int = Field(default=256, ge=0)
+    deterministic: bool = False
 
     max_choices: int = Field(default=16, ge=1, le=1024)
     max_prompts_per_request: int = Field(default=64, ge=1, le=4096)

@@ -74,6 +74,14 @@ class ReplicaClient(Protocol):
         """Raises what is wrong when the engine is stuck or dead."""
         ...
 
+    async def reset_cache(self) -> Sequence[str]:
+        """Have every replica forget the chunks that nobody uses; the names of those that did.
+
+        Raises:
+            ReplicaError: one of them does not answer.
+        """
+        ...
+
     async def loads(self) -> Mapping[str, ReplicaLoad]:
         """What each replica does now, by its name.
 

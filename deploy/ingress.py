@@ -23,7 +23,7 @@ from chunkserve.replica.protocol import ReplicaError, ReplicaLoad, Request
 from .api_error import ApiError, bad_request
 from .config import ServeConfig
 from .fair_queue import FairQueue
-from .generation import GenerationResponse, ReplicaClient
+from .generation import GenerationResponse, ReplicaClient, unavailable
 from .metrics import IngressMetrics
 from .openai_protocol import (
     ChatRequest,
@@ -130,6 +130,15 @@ class Ingress:
         body = {"model": self._config.model_name, "routing_policy": self._config.routing_policy}
         return _json(200, body | {"replicas": {name: asdict(load) for name, load in sorted(loads.items())}})
 
+    async def reset_cache(self) -> Response:
+        """Empty the prefix caches, but for what running requests use."""
+        try:
+            names = await self._replica.reset_cache()
+        except ReplicaError as error:
+            raise unavailable(str(error), "reset_failed") from None
+        logger.info("cache_reset replicas=%d", len(names))
+        return _json(200, {"status": "ok", "replicas": sorted(names)})
+
     async def _loads(self) -> Mapping[str, ReplicaLoad]:
         """By replica; empty if none answers."""
         try:
@@ -213,6 +222,7 @@ class Ingress:
                     sampling=request.sampling(self._limits, len(prompt), prompt_param),
                     n=request.choices,
                     cache_salt=request.cache_salt or "",
+                    prefix_cache=request.prefix_cache is not False,
                 )
             )
         answer = answer_type(
@@ -249,6 +259,8 @@ def build_http_app(config: ServeConfig, tokenizer: TokenizerLike, replica: Repli
     app.add_api_route("/health", ingress.health, methods=["GET"], response_model=None)
     app.add_api_route("/status", ingress.status, methods=["GET"], response_model=None)
     app.add_api_route("/metrics", ingress.prometheus, methods=["GET"], response_model=None)
+    if config.allow_cache_reset:
+        app.add_api_route("/reset_prefix_cache", ingress.reset_cache, methods=["POST"], response_model=None)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
     paths = frozenset(path for route in app.routes if (path := getattr(route, "path", None)))

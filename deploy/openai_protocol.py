@@ -109,8 +109,8 @@ class StructuredOutputs(Record):
 class GenerationRequest(Record):
     """What both endpoints share. None stands for a missing parameter and for null alike.
 
-    top_k, min_p, repetition_penalty, structured_outputs, ignore_eos, stop_token_ids, cache_salt: beyond the OpenAI API;
-    see SamplingParams and Request.
+    top_k, min_p, repetition_penalty, structured_outputs, ignore_eos, stop_token_ids, cache_salt, prefix_cache: beyond
+    the OpenAI API; see SamplingParams and Request.
     top_k may be -1, as other servers have it for "all".
     """
 
@@ -144,6 +144,7 @@ class GenerationRequest(Record):
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
     cache_salt: str | None = Field(default=None, max_length=256)
+    prefix_cache: bool | None = None
 
     @property
     def include_usage(self) -> bool:

@@ -30,6 +30,8 @@ from .generation import RouteReceipt
 
 logger = logging.getLogger(__name__)
 
+_RESET_TIMEOUT_S = 30.0
+
 
 class ReplicaLost(ReplicaError):
     """The replica died, or cannot be reached."""
@@ -64,7 +66,8 @@ class ServeReplicaClient:
                 )
             )
         key, prompt = request.request_id, request.prompt_token_ids
-        self._routing.open(key, len(prompt), self._scheme.digests(request.cache_salt, prompt))
+        digests = self._scheme.digests(request.cache_salt, prompt) if request.prefix_cache else ()
+        self._routing.open(key, len(prompt), digests)
         try:
             for last_try in (False, True):
                 started = False
@@ -122,6 +125,13 @@ class ServeReplicaClient:
         try:
             await self._handle.check_health.remote()
         except (RayError, RayServeException) as error:
+            raise _replica_error(error) from error
+
+    async def reset_cache(self) -> Sequence[str]:
+        try:
+            answers = self._handle.broadcast("reset_cache")
+            return list(await asyncio.to_thread(answers.results, timeout_s=_RESET_TIMEOUT_S))
+        except (RayError, RayServeException, TimeoutError) as error:
             raise _replica_error(error) from error
 
     async def loads(self) -> Mapping[str, ReplicaLoad]:

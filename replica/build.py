@@ -46,6 +46,10 @@ _GPU_POOL_SHARE = 0.85
 # A step delays running streams and cancels: a few tenths of a second on two cores. Products gain nothing beyond.
 _CPU_STEP_TOKENS, _GPU_STEP_TOKENS = 128, 2048
 
+# In deterministic mode attention is cut at multiples of this, rounded up to whole chunks; prefixes are read together in
+# such pieces only.
+_FIXED_SPLIT_TOKENS = 256
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sizes:
@@ -247,6 +251,8 @@ def _sizes(options: ReplicaOptions, config: ModelConfig, rank: int, num_ranks: i
     )
     chunk_bytes = bytes_per_chunk(problems)
     backend = select_backend(problems[0], options.attention_backend)
+    if options.deterministic and (reason := _why_not_deterministic(config, backend, num_ranks)):
+        raise BuildError(f"deterministic is true; {reason}")
     for problem in set(problems[1:]):
         select_backend(problem, backend.name)
     return _Sizes(
@@ -263,8 +269,24 @@ def _sizes(options: ReplicaOptions, config: ModelConfig, rank: int, num_ranks: i
     )
 
 
+def _why_not_deterministic(config: ModelConfig, backend: Backend, num_ranks: int) -> str | None:
+    """What would let the bits of a row depend on the other rows of a step; None where nothing does."""
+    if backend.name != "cpu":
+        return (
+            f"the attention backend is {backend.name}, and products beside it are torch's, whose sums depend on the "
+            "number of rows: it is offered with device cpu and attention_backend cpu"
+        )
+    if not isinstance(config, DecoderConfig):
+        return "this model runs as transformers wrote it, and the sums of torch's products depend on the number of rows"
+    if num_ranks > 2:
+        return f"tensor_parallel_size is {num_ranks}: sums over more than 2 depend on the number of rows"
+    return None
+
+
 def _plan_options(options: ReplicaOptions, sizes: _Sizes) -> PlanOptions:
+    split = -(-_FIXED_SPLIT_TOKENS // options.chunk_size) * options.chunk_size
     return PlanOptions(
+        fixed_split_tokens=split if options.deterministic else None,
         share=options.prefix_sharing,
         min_saved_tokens=cpu_tpp.MIN_SAVED_TOKENS if sizes.device == "cpu" else 1,
         num_workers=sizes.backend.num_workers(sizes.problems[0]),

@@ -60,6 +60,7 @@ class EngineConfig:
     retain_prefixes: keep chunks after their last sequence.
     eos_token_ids: end a completion.
     max_grammar_compile_s: CPU seconds to compile a grammar; slower ones are refused.
+    stall_warning_s: with requests and without a step for so long, a warning is logged.
     plan: how steps are cut into work items.
     """
 
@@ -74,6 +75,7 @@ class EngineConfig:
     retain_prefixes: bool = True
     eos_token_ids: frozenset[int] = frozenset()
     max_grammar_compile_s: float = 1.0
+    stall_warning_s: float = 10.0
     plan: PlanOptions = field(default_factory=PlanOptions)
 
 
@@ -129,6 +131,7 @@ class Engine:
         self._thread: threading.Thread | None = None
         self._fault: BaseException | None = None
         self._stopping = False
+        self._ended = threading.Event()
         self._closed = False  # nothing is taken from the inbox any more; guarded by the lock
         self._last_turn_s = clock()
         self._computed_prompt_tokens = 0
@@ -142,6 +145,7 @@ class Engine:
     def start(self) -> None:
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
         self._thread.start()
+        threading.Thread(target=self._watch, name="engine-watch", daemon=True).start()
 
     def stop(self) -> None:
         """End the loop after its current step; what is unfinished gets an error event."""
@@ -293,6 +297,7 @@ class Engine:
                 self._take_messages(wait=not busy)
                 if self._stopping:
                     break
+                self._last_turn_s = self._clock()
                 if self.reporter is not None:
                     self.reporter.publish(self._scheduler, now=not busy)
                 busy = self.step()
@@ -308,6 +313,26 @@ class Engine:
             if self._sync is not None:
                 self._sync.leave(str(self._fault) if self._fault is not None else None)
             self._abandon()
+            self._ended.set()
+
+    def _watch(self) -> None:
+        """Log, on a thread of its own, when there are requests and the loop does not come round, and when it does."""
+        seen: float | None = None  # the turn that was the last one when we looked before, with requests open
+        stalled = False
+        while not self._ended.wait(self.config.stall_warning_s):
+            turn_s = self._last_turn_s if self._num_open else None
+            if turn_s is not None and turn_s == seen and not stalled:
+                stalled = True
+                load = self.load()
+                logger.warning(
+                    "engine stalled age_s=%.1f running=%d waiting=%d chunks_in_use=%d steps=%d",
+                    load.last_step_age_s, load.running_sequences, load.waiting_sequences, load.chunks_in_use,
+                    load.steps,
+                )  # fmt: skip
+            elif stalled and turn_s != seen:
+                stalled = False
+                logger.warning("engine moves again steps=%d", self._core.num_steps)
+            seen = turn_s
 
     def _take_messages(self, wait: bool) -> None:
         """Carry out what other threads asked for; with `wait`, block until there is something, or a beat is due."""

@@ -20,6 +20,10 @@ _WAIT_FRACTION = 4  # of a chunk: a quarter
 # Slots whose chunks go into the audit with each step, in turns: smaller pools are looked at as a whole.
 _AUDIT_SLOTS = 64
 
+# What K and V depend on besides the tokens (salt, adapter); or the number of a request that shares with nobody: chunks
+# under such a private root are freed after use, and no journal hears of them.
+RootKey = str | int
+
 
 @dataclass(slots=True, eq=False)
 class Node:
@@ -31,6 +35,7 @@ class Node:
     num_ready: leading tokens whose K and V are computed on every layer. The node is pending until all are.
     num_refs: running sequences at or below this node.
     last_used: logical time of the last release or copy, for eviction.
+    is_private: whether it is, or lies below, a private root.
     key: the tokens under which the parent finds this node; None while it is not to be found.
     """
 
@@ -41,6 +46,7 @@ class Node:
     num_ready: int = 0
     num_refs: int = 0
     last_used: int = 0
+    is_private: bool = False
     key: tuple[int, ...] | None = None
     num_children: int = 0
     # Of the full, computed chunk and all before it; the root's own at a root. None without a journal.
@@ -64,7 +70,7 @@ class Match:
     waits_for: a chunk of this prompt that another sequence is computing right now: better join when it `is_settled`.
     """
 
-    root_key: str
+    root_key: RootKey
     tokens: tuple[int, ...]
     nodes: tuple[Node, ...]
     partial: Node | None = None
@@ -130,8 +136,8 @@ class PrefixTree:
         self.audit = audit
         self._audited_slot = 0
         self._in_slot: list[Node | None] = [None] * pool.num_slots
-        self._roots: dict[str, Node] = {}
-        self._root_keys: dict[int, str] = {}  # by node_id
+        self._roots: dict[RootKey, Node] = {}
+        self._root_keys: dict[int, RootKey] = {}  # by node_id
         self._next_id = 0
         self._clock = 0
         self._num_idle = 0  # nodes without a running sequence
@@ -150,11 +156,11 @@ class PrefixTree:
 
     # -- read ----------------------------------------------------------------------------------------------------------
 
-    def match(self, root_key: str, tokens: Sequence[int]) -> Match:
+    def match(self, root_key: RootKey, tokens: Sequence[int]) -> Match:
         """What of a prompt is there; changes nothing.
 
         Args:
-            root_key: identity of everything besides the tokens that K and V depend on (salt, adapter).
+            root_key: where to look.
             tokens: the whole prompt, at least one token.
         """
         key = tuple(tokens)
@@ -294,7 +300,7 @@ class PrefixTree:
             if node.num_children:
                 continue
             self._unindex(node)
-            if not self.retain or not node.tokens or self._is_covered(node):
+            if not self.retain or node.is_private or not node.tokens or self._is_covered(node):
                 self._delete(node)
                 continue
             self._insert(node)
@@ -309,12 +315,12 @@ class PrefixTree:
 
     # -- inner ---------------------------------------------------------------------------------------------------------
 
-    def _root(self, root_key: str) -> Node:
+    def _root(self, root_key: RootKey) -> Node:
         root = self._roots.get(root_key)
         if root is None:
-            root = self._roots[root_key] = Node(self._take_id(), -1, None, [])
+            root = self._roots[root_key] = Node(self._take_id(), -1, None, [], is_private=isinstance(root_key, int))
             self._root_keys[root.node_id] = root_key
-            if self._journal is not None:
+            if self._journal is not None and isinstance(root_key, str):
                 root.digest = self._journal.root(root_key)
         return root
 
@@ -345,7 +351,7 @@ class PrefixTree:
         parent.num_children += 1  # first, so that the eviction cannot take the parent
         if not self.pool.num_free:
             self._evict()
-        node = Node(self._take_id(), self.pool.allocate(), parent, tokens, num_refs=1)
+        node = Node(self._take_id(), self.pool.allocate(), parent, tokens, num_refs=1, is_private=parent.is_private)
         self._in_slot[node.slot] = node
         self._note(node)
         return node
@@ -394,7 +400,7 @@ class PrefixTree:
 
     def _tell(self, node: Node) -> None:
         """A chunk is full and computed."""
-        if self._journal is None or node.digest is not None:
+        if self._journal is None or node.digest is not None or node.is_private:
             return
         assert node.parent is not None
         assert node.parent.digest is not None, "a chunk is computed before the one it continues"
@@ -488,6 +494,7 @@ class PrefixTree:
         assert len(slots) == sum(node is not None for node in self._in_slot), "a free slot holds a chunk"
         assert self._num_idle == sum(node.num_refs == 0 for node in nodes)
         assert all(root.num_children for root in self._roots.values()), "an empty root stays"
+        assert all(node.num_refs for node in nodes if node.is_private), "a private chunk stays after use"
 
 
 def _key(node: Node) -> tuple[int, ...]:

@@ -68,6 +68,7 @@ class Request:
     prompt_token_ids: at least one id, each within the vocabulary.
     n: choices; they share the prompt's chunks.
     cache_salt: requests with different salts never share chunks.
+    prefix_cache: False shares chunks among its own choices only, and keeps none of them when they end.
     """
 
     request_id: str
@@ -75,6 +76,7 @@ class Request:
     sampling: SamplingParams
     n: int = 1
     cache_salt: str = ""
+    prefix_cache: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

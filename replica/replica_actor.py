@@ -21,7 +21,7 @@ from chunkserve.cluster.rank_actor import start_ranks
 
 from .chunk_hash import ChunkScheme
 from .options import ReplicaOptions
-from .protocol import ChunkDelta, FeedRequest, ReplicaError, ReplicaLoad, Request, TokenEvent
+from .protocol import ChunkDelta, FeedRequest, ReplicaError, ReplicaLoad, ReplicaOverloaded, Request, TokenEvent
 from .serve_ports import bind_to_node_address
 from .token_feed import Message, TokenFeeds
 
@@ -64,6 +64,7 @@ class ReplicaActor:
         self._engine: Engine = build_engine(options, self._emit, chunk_scheme, place)
         # A thread of its own: a grammar may take seconds, and health checks must not wait behind it.
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._num_preparing, self._max_preparing = 0, options.max_waiting + options.max_running
         self._feeds = TokenFeeds(self._engine.check_alive)
         self._engine.start()
         if place is not None:
@@ -80,7 +81,7 @@ class ReplicaActor:
         done = self._feeds.open(request.request_id, request.n, reader)
         try:
             if request.sampling.grammar is not None:
-                await self._loop.run_in_executor(self._compiler, self._engine.prepare, request)
+                await self._prepare(request)
             self._engine.submit(request)
             yield _replica_name()
             await done
@@ -104,6 +105,16 @@ class ReplicaActor:
         """This replica's name, and what it is doing."""
         return _replica_name(), self._engine.load()
 
+    async def reset_cache(self) -> str:
+        """Forget the chunks that nobody uses; this replica's name, once that is on its way.
+
+        Raises:
+            EngineStopped, TimeoutError: as `check_health`.
+        """
+        self._engine.clear_prefixes()
+        await asyncio.to_thread(self._engine.ping, self._health_stall_s)
+        return _replica_name()
+
     def record_routing_stats(self) -> dict[str, Any]:
         """A RoutingReport as a dict; Serve asks for it and passes it on to all routers."""
         report = self._engine.reporter.report() if self._engine.reporter is not None else None
@@ -123,6 +134,24 @@ class ReplicaActor:
             TimeoutError: its loop does not come round.
         """
         await asyncio.to_thread(self._engine.ping, self._health_stall_s)
+
+    async def _prepare(self, request: Request) -> None:
+        """Compile a request's grammar when its turn has come.
+
+        Raises:
+            RequestRefused: it can never be followed here.
+            ReplicaOverloaded: too many wait for theirs.
+        """
+        if self._num_preparing >= self._max_preparing:
+            raise ReplicaOverloaded(
+                f"{self._num_preparing} requests wait for their grammars to be compiled, as many as may "
+                "(max_waiting_requests + max_running_sequences)"
+            )
+        self._num_preparing += 1
+        try:
+            await self._loop.run_in_executor(self._compiler, self._engine.prepare, request)
+        finally:
+            self._num_preparing -= 1
 
     def _gather(self, options: ReplicaOptions, log_level: str) -> "Membership":
         """Start the other ranks, and wait for them."""

@@ -35,7 +35,9 @@ class RoutingReporter:
 
     def begin(self, request: Request) -> None:
         """A request has come."""
-        self._digests[request.request_id] = self.journal.scheme.digests(request.cache_salt, request.prompt_token_ids)
+        if request.prefix_cache:
+            digests = self.journal.scheme.digests(request.cache_salt, request.prompt_token_ids)
+            self._digests[request.request_id] = digests
 
     def end(self, request_id: str) -> None:
         """A request has ended."""

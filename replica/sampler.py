@@ -162,11 +162,13 @@ def _draw(logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
     plain = [i for i, row in enumerate(rows) if row.top_k == 0 and row.top_p >= 1.0]
     for i in plain:
         out[i] = _pick(_drop_unlikely(probs[i], rows[i].min_p), rows[i])
-    filtered = [i for i in range(len(rows)) if i not in plain]
-    if filtered:
-        wanted = max(_FIRST_CANDIDATES, *(rows[i].top_k for i in filtered))
-        values, ids = probs[filtered].topk(min(wanted, probs.shape[-1]))
-        for k, i in enumerate(filtered):
+    filtered: dict[int, list[int]] = {}
+    for i in set(range(len(rows))).difference(plain):
+        # The row's own number: among equal probabilities, which come first depends on how many are asked for.
+        filtered.setdefault(max(_FIRST_CANDIDATES, rows[i].top_k), []).append(i)
+    for wanted, which in filtered.items():
+        values, ids = probs[which].topk(min(wanted, probs.shape[-1]))
+        for k, i in enumerate(which):
             candidates, tokens = values[k], ids[k]
             if not rows[i].top_k and candidates.sum() < rows[i].top_p:
                 candidates, tokens = probs[i].sort(descending=True, stable=True)

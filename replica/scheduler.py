@@ -97,7 +97,7 @@ class Scheduler:
                 break
             if sequence.waits_for is not None and not sequence.waits_for.is_settled:
                 continue
-            match = self.tree.match(sequence.request.cache_salt, sequence.token_ids)
+            match = self.tree.match(sequence.root_key, sequence.token_ids)
             sequence.waits_for = match.waits_for
             if match.waits_for is not None:
                 continue

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from .prefix_tree import Joined, Node
+from .prefix_tree import Joined, Node, RootKey
 from .protocol import FinishReason, Request
 from .token_counts import TokenCounts
 
@@ -67,6 +67,11 @@ class Sequence:
             )
             for choice in range(request.n)
         ]  # fmt: skip
+
+    @property
+    def root_key(self) -> RootKey:
+        """Under which root of the tree its chunks are: that of its salt, or one for its request alone."""
+        return self.request.cache_salt if self.request.prefix_cache else self.arrival - self.choice
 
     @property
     def num_prompt(self) -> int:

@@ -13,8 +13,9 @@ from .protocol import GrammarSpec, Request, SamplingParams
 
 # kind, length of the body
 _HEAD = struct.Struct("<BI")
-# arrival, n, max_tokens, top_k, ignore_eos, temperature, top_p, min_p, presence, frequency and repetition penalty
-_JOIN = struct.Struct("<QIQQ?dddddd")
+# arrival, n, max_tokens, top_k, ignore_eos, prefix_cache, temperature, top_p, min_p, and presence, frequency and
+# repetition penalty
+_JOIN = struct.Struct("<QIQQ??dddddd")
 _SEED_BYTES = 16
 _COUNT = struct.Struct("<I")
 
@@ -112,6 +113,7 @@ def _join_bytes(edit: Join) -> bytes:
         (
             _JOIN.pack(
                 edit.arrival, request.n, sampling.max_tokens, sampling.top_k, sampling.ignore_eos,
+                request.prefix_cache,
                 sampling.temperature, sampling.top_p, sampling.min_p,
                 sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty,
             ),
@@ -128,8 +130,8 @@ def _join_bytes(edit: Join) -> bytes:
 
 
 def _join(body: bytes) -> Join:
-    arrival, n, max_tokens, top_k, ignore_eos, temperature, top_p, min_p, *penalties = _JOIN.unpack_from(body)
-    presence, frequency, repetition = penalties
+    arrival, n, max_tokens, top_k, ignore_eos, prefix_cache, *numbers = _JOIN.unpack_from(body)
+    temperature, top_p, min_p, presence, frequency, repetition = numbers
     rest = _Bytes(body, _JOIN.size)
     seed = int.from_bytes(rest.take(_SEED_BYTES), "little", signed=True)
     salt = rest.take(rest.count()).decode()
@@ -145,8 +147,9 @@ def _join(body: bytes) -> Join:
         grammar=grammar,
     )  # fmt: skip
     request = Request(
-        request_id=f"arrival {arrival}", prompt_token_ids=tuple(tokens), sampling=sampling, n=n, cache_salt=salt
-    )
+        request_id=f"arrival {arrival}", prompt_token_ids=tuple(tokens), sampling=sampling, n=n, cache_salt=salt,
+        prefix_cache=prefix_cache,
+    )  # fmt: skip
     return Join(arrival=arrival, request=request, seed=seed)
 
 

@@ -66,6 +66,7 @@ class ScriptedReplica:
     requests: list[Request] = field(default_factory=list)
     running: int = 0
     cancelled: int = 0
+    resets: int = 0
 
     async def generate(self, request: Request) -> AsyncGenerator[Sequence[TokenEvent], None]:
         self.requests.append(request)
@@ -111,6 +112,12 @@ class ScriptedReplica:
     async def check_health(self) -> None:
         if self.unhealthy is not None:
             raise self.unhealthy
+
+    async def reset_cache(self) -> Sequence[str]:
+        if self.unhealthy is not None:
+            raise self.unhealthy
+        self.resets += 1
+        return ["replica-0"]
 
     async def loads(self) -> Mapping[str, ReplicaLoad]:
         if self.unhealthy is not None:

@@ -40,14 +40,16 @@ def error(response: httpx.Response) -> dict[str, Any]:
 
 
 async def test_chat(http, replica) -> None:
-    response = await http.post("/v1/chat/completions", json=HI | {"max_tokens": 3, "cache_salt": "mine"})
+    response = await http.post(
+        "/v1/chat/completions", json=HI | {"max_tokens": 3, "cache_salt": "mine", "prefix_cache": False}
+    )
     assert response.status_code == 200
     answer = ChatCompletion.model_validate(response.json(), strict=True)
     assert answer.choices[0].message.content == "w0 w1 w2 "
     assert answer.choices[0].finish_reason == "length"
     (request,) = replica.requests
     assert bytes(request.prompt_token_ids) == b"<user>hi<assistant>"
-    assert (request.n, request.cache_salt, request.sampling.max_tokens) == (1, "mine", 3)
+    assert (request.n, request.cache_salt, request.prefix_cache, request.sampling.max_tokens) == (1, "mine", False, 3)
     assert answer.usage.prompt_tokens == len(request.prompt_token_ids)
     assert answer.usage.prompt_tokens_details.cached_tokens == 3
 
@@ -317,6 +319,19 @@ async def test_status(http, replica) -> None:
     assert body["replicas"] == {"replica-0": json.loads(json.dumps(asdict(LOAD)))}
     replica.unhealthy = ReplicaError("gone")
     assert (await http.get("/status")).json()["replicas"] == {}
+
+
+async def test_reset_is_there_only_where_it_is_allowed(http, config, replica, tokenizer_like) -> None:
+    assert (await http.post("/reset_prefix_cache")).status_code == 404
+    allowed = config.model_copy(update={"allow_cache_reset": True})
+    transport = httpx.ASGITransport(build_http_app(allowed, tokenizer_like, replica))
+    async with httpx.AsyncClient(transport=transport, base_url="http://toy") as client:
+        response = await client.post("/reset_prefix_cache")
+        assert (response.status_code, response.json()) == (200, {"status": "ok", "replicas": ["replica-0"]})
+        assert replica.resets == 1
+        assert (await client.get("/reset_prefix_cache")).status_code == 405
+        replica.unhealthy = ReplicaError("gone")
+        assert (await client.post("/reset_prefix_cache")).status_code == 503
 
 
 async def test_metrics_without_a_replica(http, replica) -> None:

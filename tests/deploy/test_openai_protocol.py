@@ -125,6 +125,7 @@ BAD_SHARED = [
     ({"stream_options": {}}, "stream_options", "stream"),
     ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage", "boolean"),
     ({"cache_salt": "x" * 257}, "cache_salt", "256"),
+    ({"prefix_cache": "no"}, "prefix_cache", "boolean"),
     ({"presence_penalty": 2.5}, "presence_penalty", "2"),
     ({"frequency_penalty": -3}, "frequency_penalty", "-2"),
     ({"frequency_penalty": False}, "frequency_penalty", "number"),

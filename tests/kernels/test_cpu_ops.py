@@ -55,7 +55,7 @@ def test_linear_is_right_and_ignores_the_batch(
     whole = linear(x, poison(rows, n, dtype=torch.float32))
     assert_close(whole, expected, terms)
     assert_close(linear(x, poison(rows, n, dtype=torch.bfloat16)), expected, terms)
-    for batch in (1, 2, 3, 4, 5, 6, 7, 11, 12, 13, 33):
+    for batch in (1, 2, 3, 4, 5, 6, 7, 11, 12, 13, 33, 63, 96, 128, 200):
         for first in (0, rows - batch):
             part = linear(x[first : first + batch], poison(batch, n, dtype=torch.float32))
             assert torch.equal(part, whole[first : first + batch]), f"batch {batch} at {first}"

@@ -87,7 +87,7 @@ class Ranks:
             self.events[request_id].append(event)
 
     def submit(self, name: str, prompt: tuple[int, ...] | list[int], max_tokens: int, **options: object) -> None:
-        request = {key: options.pop(key) for key in ("n", "cache_salt") if key in options}
+        request = {key: options.pop(key) for key in ("n", "cache_salt", "prefix_cache") if key in options}
         params = SamplingParams(max_tokens=max_tokens, **{"temperature": 0.0, "ignore_eos": True, **options})
         self.engine.submit(Request(request_id=name, prompt_token_ids=tuple(prompt), sampling=params, **request))
 

@@ -7,7 +7,7 @@ import pytest
 from chunkserve.replica.chunk_hash import ChunkScheme
 from chunkserve.replica.chunk_journal import ChunkJournal
 from chunkserve.replica.chunk_pool import ChunkPool
-from chunkserve.replica.prefix_tree import PrefixTree
+from chunkserve.replica.prefix_tree import PrefixTree, RootKey
 from chunkserve.replica.protocol import StepTime
 from chunkserve.replica.step_fit import StepFit
 from chunkserve.router.prefix_index import PrefixIndex
@@ -21,9 +21,9 @@ def journaled_tree(slots: int = 40) -> tuple[PrefixTree, ChunkJournal]:
     return PrefixTree(ChunkPool(slots), C, journal=journal), journal
 
 
-def serve(tree: PrefixTree, prompt: list[int], salt: str = "", new: int = 0) -> None:
+def serve(tree: PrefixTree, prompt: list[int], root_key: RootKey = "", new: int = 0) -> None:
     """Compute a prompt and some tokens after it, and leave."""
-    path = tree.join(tree.match(salt, prompt)).path
+    path = tree.join(tree.match(root_key, prompt)).path
     tree.commit(path, 0, len(prompt))
     for at in range(new):
         tree.append(path, 1000 + at)
@@ -39,6 +39,13 @@ def test_router_and_tree_name_the_same_chunks_byte_for_byte() -> None:
     told = journal.delta(None)
     assert [digest for digest, _, _ in told.changes] == list(wanted)
     assert [parent for _, parent, _ in told.changes] == [None, *wanted[:-1]]
+
+
+def test_no_router_hears_of_private_chunks() -> None:
+    tree, journal = journaled_tree()
+    serve(tree, list(range(3 * C)), 1, new=2 * C)
+    assert journal.delta(None).changes == ()
+    assert tree.num_nodes == 0
 
 
 def test_deltas_continue_each_other_and_a_foreign_epoch_gets_all() -> None:

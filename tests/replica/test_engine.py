@@ -79,7 +79,13 @@ def make(tokenizer: Tokenizer) -> Callable[..., Bench]:
 
 
 def request(
-    name: str, prompt: list[int], max_tokens: int = 8, n: int = 1, salt: str = "", **sampling: object
+    name: str,
+    prompt: list[int],
+    max_tokens: int = 8,
+    n: int = 1,
+    salt: str = "",
+    prefix_cache: bool = True,
+    **sampling: object,
 ) -> Request:
     return Request(
         request_id=name,
@@ -87,6 +93,7 @@ def request(
         sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, **sampling),  # type: ignore[arg-type]
         n=n,
         cache_salt=salt,
+        prefix_cache=prefix_cache,
     )
 
 
@@ -116,6 +123,35 @@ def test_shared_prefix_is_computed_once_and_kept_once(make: Callable[..., Bench]
     assert 10 * C + 16 * 2 <= load.computed_prompt_tokens <= 10 * C + 16 * 3
     assert load.cached_prompt_tokens + load.computed_prompt_tokens == 16 * (10 * C + 3)
     assert [bench.events[f"r{i}"][-1].cached_tokens >= 10 * C for i in range(16)] == [False] + [True] * 15
+
+
+def test_a_request_that_opts_out_shares_with_its_own_choices_alone_and_leaves_nothing(
+    make: Callable[..., Bench],
+) -> None:
+    bench = make(max_step_tokens=256)
+    prompt = list(range(4 * C))
+    usual, private = request("usual", prompt), request("private", prompt, n=3, prefix_cache=False)
+    other = request("other", prompt, prefix_cache=False)
+    bench.engine.submit(usual)
+    bench.run()
+    retained = bench.engine.load().chunks_retained
+    for one in (private, other):
+        bench.engine.submit(one)
+    peak = 0
+    while bench.turn():
+        peak = max(peak, bench.engine.load().chunks_in_use)
+    assert_right(bench, [usual, private, other])
+    assert peak == (4 + 3) + (4 + 1), "the choices share their prompt, and the other request has its own"
+    assert bench.events["private"][0].cached_tokens == bench.events["other"][0].cached_tokens == 0
+    assert bench.engine.load().chunks_retained == retained
+    assert bench.engine.load().chunks_in_use == 0
+    # Nor does anybody find what a request that is not done yet has computed.
+    bench.engine.submit(request("long", [7] * (3 * C), max_tokens=40, prefix_cache=False))
+    for _ in range(3):
+        bench.turn()
+    bench.engine.submit(request("later", [7] * (3 * C)))
+    bench.run()
+    assert bench.events["later"][0].cached_tokens == 0
 
 
 def test_without_sharing_everything_is_computed(make: Callable[..., Bench]) -> None:
@@ -173,7 +209,10 @@ def test_random_traffic_gets_the_text_that_it_gets_alone(make: Callable[..., Ben
     requests, cancelled = [], set()
     for i in range(60):
         prompt = [*rng.choice(stems), *[rng.randrange(2) for _ in range(rng.randrange(1, 2 * C))]]
-        one = request(f"r{i}", prompt, rng.randrange(1, 40), n=rng.choice([1, 1, 1, 3]), salt=rng.choice(["", "", "a"]))
+        one = request(
+            f"r{i}", prompt, rng.randrange(1, 40), n=rng.choice([1, 1, 1, 3]), salt=rng.choice(["", "", "a"]),
+            prefix_cache=rng.random() < 0.8,
+        )  # fmt: skip
         requests.append(one)
         bench.engine.submit(one)
         for _ in range(rng.randrange(4)):
@@ -317,6 +356,92 @@ def test_a_fault_in_a_step_ends_everything_with_an_error(tokenizer: Tokenizer, m
     assert "the model broke" in (bench.events["r0"][-1].error or "")
     with pytest.raises(EngineStopped, match="the model broke"):
         bench.engine.ping(timeout_s=1)
+
+
+class Stuck:
+    """A bench on its own thread whose next step does not end until it is let go."""
+
+    def __init__(self, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, **options: object) -> None:
+        self.bench = Bench(tokenizer, **options)
+        self.entered, self.go = threading.Event(), threading.Event()
+        run = self.bench.runner.run
+
+        def slow(*args: object) -> object:
+            self.entered.set()
+            assert self.go.wait(20)
+            return run(*args)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(self.bench.runner, "run", slow)
+
+
+def test_the_age_of_the_last_step_does_not_count_idle_time(tokenizer: Tokenizer, monkeypatch) -> None:
+    stuck = Stuck(tokenizer, monkeypatch)
+    engine, now_s = stuck.bench.engine, [0.0]
+    engine._clock = lambda: now_s[0]
+    engine.start()
+    engine.ping(timeout_s=5)
+    now_s[0] = 100.0
+    engine.submit(request("r", [1, 2]))
+    assert stuck.entered.wait(5)
+    assert engine.load().last_step_age_s == 0.0
+    now_s[0] = 107.0
+    assert engine.load().last_step_age_s == 7.0
+    stuck.go.set()
+    engine.stop()
+
+
+def test_a_stalled_loop_is_logged_once_and_so_is_its_end(tokenizer: Tokenizer, monkeypatch, caplog) -> None:
+    stuck = Stuck(tokenizer, monkeypatch, stall_warning_s=0.02)
+    engine = stuck.bench.engine
+    engine.start()
+    time.sleep(0.1)
+    assert "stalled" not in caplog.text, "an idle engine is not stalled"
+    engine.submit(request("r", [1, 2], max_tokens=2))
+    deadline_s = time.monotonic() + 10
+    while "stalled" not in caplog.text and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    time.sleep(0.1)
+    stuck.go.set()
+    while "moves again" not in caplog.text and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    engine.stop()
+    messages = [record.getMessage().split(" age_s")[0].split(" steps")[0] for record in caplog.records]
+    assert messages[:2] == ["engine stalled", "engine moves again"]
+    assert "running=1 waiting=0" in caplog.text
+
+
+@pytest.mark.parametrize("num_slots", [32, 200], ids=["full_pool", "roomy_pool"])
+def test_short_prompts_do_not_starve_a_long_one(make: Callable[..., Bench], num_slots: int) -> None:
+    bench = make(num_slots=num_slots, max_running=8, max_step_tokens=24)
+    for i in range(8):
+        bench.engine.submit(request(f"before {i}", [i, 9], max_tokens=30))
+    bench.turn()
+    long = request("long", [7] * (24 * C), max_tokens=3)
+    bench.engine.submit(long)
+    steps = 0
+    while not bench.tokens("long"):
+        # There is always one more that would fit.
+        bench.engine.submit(request(f"short {steps}", [steps % 90, steps // 90, 3], max_tokens=30, salt=str(steps)))
+        bench.turn()
+        steps += 1
+        assert steps < 150, "the long prompt does not get its turn"
+    bench.run()
+    assert_right(bench, [long])
+
+
+def test_long_prompts_do_not_starve_a_short_one(make: Callable[..., Bench]) -> None:
+    bench = make(num_slots=200, max_running=8, max_step_tokens=64, max_waiting=1000)
+    size = 20 * C
+    for i in range(3):
+        bench.engine.submit(request(f"before {i}", [i] * size, max_tokens=20))
+    bench.engine.submit(request("short", [91, 92, 93], max_tokens=3))
+    steps = 0
+    while not bench.tokens("short"):
+        bench.engine.submit(request(f"after {steps}", [10 + steps % 80] * size, max_tokens=20, salt=str(steps)))
+        bench.turn()
+        steps += 1
+        # What was there before it, and a few tokens of each step for those that stream.
+        assert steps <= 3 * size // (64 - 8) + 2, "those that came later were served first"
 
 
 def test_a_replica_with_simulated_steps_takes_their_time_and_says_what_the_fake_model_says(small_model) -> None:

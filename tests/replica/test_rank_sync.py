@@ -68,7 +68,7 @@ def test_random_traffic_keeps_trees_equal(make: Callable[..., Ranks], num_ranks:
         prompt = [*rng.choice(stems), *[rng.randrange(2) for _ in range(rng.randrange(1, 2 * C))]]
         salt, length = rng.choice(["", "", "a"]), rng.randrange(1, 40)
         wanted[f"r{i}"] = expected(prompt, length, salt)
-        ranks.submit(f"r{i}", prompt, length, cache_salt=salt, n=rng.choice([1, 1, 2]))
+        ranks.submit(f"r{i}", prompt, length, cache_salt=salt, n=rng.choice([1, 1, 2]), prefix_cache=i % 5 != 4)
         for _ in range(rng.randrange(4)):
             ranks.turn()
         if rng.random() < 0.2:

@@ -147,3 +147,25 @@ def test_the_small_model_says_what_transformers_says(small_model: Path, greedy_c
             assert ranks.tokens(case.name) == case.tokens[:12], case.name
     finally:
         ranks.close()
+
+
+def test_deterministic_mode_gives_the_same_bits_alone_and_in_a_batch(tiny_model: Callable[[str], Path]) -> None:
+    options = ReplicaOptions(
+        model=str(tiny_model("smollm_like")), deterministic=True, dtype="bfloat16", chunk_size=16, num_threads=1,
+        max_sequence_tokens=512, max_running=8, max_step_tokens=100, pool_chunks=200, num_ranks=2,
+    )  # fmt: skip
+    prompts = [tuple((i * 7 + k) % 300 for i in range(300 - 40 * k)) for k in range(4)]
+    ranks = model_ranks(options, 2)
+    try:
+        for i, prompt in enumerate(prompts):
+            ranks.submit(f"alone {i}", prompt, 8, logprobs=5)
+            ranks.run()
+        for i in range(8):
+            ranks.submit(f"{i}", prompts[i % 4], 8, logprobs=5, cache_salt=str(i // 4), prefix_cache=i % 3 != 2)
+            ranks.turn()
+        ranks.run()
+        for i in range(8):
+            got, alone = ([e.logprobs for e in ranks.events[name]] for name in (f"{i}", f"alone {i % 4}"))
+            assert got == alone, f"request {i}"
+    finally:
+        ranks.close()

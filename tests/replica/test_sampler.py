@@ -69,6 +69,14 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
     assert [together[i] for i in order] == sample(logits[order], [rows[i] for i in order])
 
 
+def test_equal_probabilities_do_not_make_a_row_depend_on_its_neighbours() -> None:
+    logits = torch.randn(1, 49152, generator=torch.Generator().manual_seed(0)).mul(32).round().div(8)
+    wide = row(top_k=1000)
+    for position in range(20):
+        narrow = row(position, top_p=0.9)
+        assert sample(logits, [narrow])[0] == sample(logits.repeat(2, 1), [narrow, wide])[0]
+
+
 def test_low_temperature_is_greedy_and_finite() -> None:
     logits = torch.tensor([[1e4, 0.0, -1e4], [3.0, 3.1, 2.0]])
     assert [one.token_id for one in sample(logits, [row(temperature=1e-6)] * 2)] == [0, 1]

@@ -25,6 +25,7 @@ def joins(draw: st.DrawFn) -> Join:
     request = Request(
         request_id=f"arrival {arrival}", prompt_token_ids=tuple(draw(st.lists(U31, min_size=1, max_size=40))),
         sampling=sampling, n=draw(st.integers(1, 1000)), cache_salt=draw(st.text(max_size=10)),
+        prefix_cache=draw(st.booleans()),
     )  # fmt: skip
     return Join(arrival=arrival, request=request, seed=draw(st.integers(-(2**63), 2**63 + 1000)))
 

@@ -19,7 +19,10 @@ CHUNK = 64
 
 @pytest.fixture(scope="module")
 def server(small_model: Path) -> Iterator[LocalServer]:
-    knobs = {"num_replicas": 2, "num_threads": 1, "kv_pool_chunks": 96, "max_sequence_tokens": 2048}
+    knobs = {
+        "num_replicas": 2, "num_threads": 1, "kv_pool_chunks": 96, "max_sequence_tokens": 2048,
+        "allow_cache_reset": True,
+    }  # fmt: skip
     with local_server(knobs) as local:
         yield local
 
@@ -54,6 +57,25 @@ def test_tenants_share_nothing(server: LocalServer) -> None:
     ask(server, prompt_of(50), cache_salt="one")
     assert ask(server, prompt_of(50), cache_salt="two")[1:] == (0, 0)
     assert ask(server, prompt_of(50), cache_salt="one")[1] == 5 * CHUNK
+
+
+def test_a_request_that_opts_out_finds_nothing_and_leaves_nothing(server: LocalServer) -> None:
+    for _ in range(2):
+        assert ask(server, prompt_of(55), prefix_cache=False)[1:] == (0, 0)
+    ask(server, prompt_of(55))
+    assert ask(server, prompt_of(55))[1] == 5 * CHUNK
+    assert ask(server, prompt_of(55), prefix_cache=False)[1:] == (0, 0)
+
+
+def test_a_reset_empties_both_replicas_and_reaches_the_router(server: LocalServer) -> None:
+    ask(server, prompt_of(57), cache_salt="reset")
+    answer = httpx.post(f"{server.url}/reset_prefix_cache", timeout=60)
+    assert answer.status_code == 200
+    assert len(answer.json()["replicas"]) == 2
+    loads = httpx.get(f"{server.url}/status", timeout=60).json()["replicas"]
+    assert [load["chunks_retained"] for load in loads.values()] == [0, 0]
+    time.sleep(2)
+    assert ask(server, prompt_of(57), cache_salt="reset")[1:] == (0, 0)
 
 
 def test_evictions_reach_the_router(server: LocalServer) -> None:
