@@ -10,6 +10,7 @@ On the wire: a hello, then frames of one letter, four bytes of length, and a bod
 import hashlib
 import hmac
 import logging
+import math
 import os
 import signal
 import socket
@@ -70,7 +71,9 @@ class Liveness:
         self._lost: tuple[int, str] | None = None
         self._closed = threading.Event()
         for peer in peers:
-            peer.heard_s = time.monotonic()
+            # Rank 0 is silent until all have come, which may be long after this one has: until then the time to join
+            # is the limit.
+            peer.heard_s = time.monotonic() if rank == 0 else math.inf
             threading.Thread(target=self._listen, args=(peer,), name=f"rank-link-{peer.rank}", daemon=True).start()
         threading.Thread(target=self._beat, name="rank-beat", daemon=True).start()
 
