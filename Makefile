@@ -7,6 +7,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 CONFIG ?= deploy/config.yaml
+# One worker per core, at most four (tests/conftest.py); tests of one xdist_group share a worker.
+PYTEST := $(BIN)/pytest -n auto --dist loadgroup --no-loadscope-reorder
 SOURCES := pyproject.toml $(wildcard kernels/csrc/*.cpp kernels/csrc/*.h kernels/csrc/CMakeLists.txt)
 
 .PHONY: serve test check clean
@@ -16,14 +18,14 @@ serve: $(VENV)/.serve
 	@$(BIN)/chunkserve serve $(CONFIG)
 
 test: $(VENV)/.dev
-	$(BIN)/pytest
+	$(PYTEST)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	PYTHONPATH=.typing $(BIN)/lint-imports
-	$(BIN)/pytest -m "not slow and not ray and not model and not gpu"
+	$(PYTEST) -m "not slow and not ray and not model and not gpu"
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \

@@ -1,13 +1,23 @@
-"""What many tests share: the small real model, and what transformers itself says with it."""
+"""What many tests share: the small real model, and what transformers itself says with it; and how tests share cores."""
 
+import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from .file_lock import locked
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Tests run side by side, and so do what they start: threads of OpenMP and OpenBLAS that wait for each other in a loop
+# would take the cores from whom they wait for.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 NEW_TOKENS = 48
 
@@ -36,15 +46,60 @@ def tokenizer(small_model: Path):
     return Tokenizer(small_model)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """What `-n auto` means here. Above four, what is left is one long test or another."""
+    return min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+
+
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Long tests first, so that workers end together; those that look at a clock one after the other, in one worker."""
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:
+            if _looks_at_a_clock(item):
+                item.add_marker(pytest.mark.xdist_group("clock"))
+    items.sort(key=_turn)
+
+
+def _looks_at_a_clock(item: pytest.Item) -> bool:
+    return any(item.get_closest_marker(name) for name in ("ray", "clock"))
+
+
+def _turn(item: pytest.Item) -> int:
+    if _looks_at_a_clock(item):
+        return 0
+    return 1 if item.get_closest_marker("slow") or item.get_closest_marker("timeout") else 2
+
+
 @pytest.fixture(scope="session")
-def greedy_cases(small_model: Path, tokenizer) -> list[GreedyCase]:
+def greedy_cases(
+    small_model: Path, tokenizer, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> list[GreedyCase]:
     """Prompts at the edges of chunks and of each other, with transformers' own greedy continuation."""
     prompts = _prompts(tokenizer)
     assert len(prompts) >= 20
+    continuations = _once(
+        tmp_path_factory, request, "greedy", lambda: _generate(small_model, list(prompts.values()))
+    )  # fmt: skip
     return [
         GreedyCase(name, tuple(prompt), tuple(tokens))
-        for (name, prompt), tokens in zip(prompts.items(), _generate(small_model, list(prompts.values())), strict=True)
+        for (name, prompt), tokens in zip(prompts.items(), continuations, strict=True)
     ]
+
+
+def _once(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest, name: str, compute: Callable[[], Any]
+) -> Any:
+    """What one worker computes and the others read, as JSON."""
+    folder = tmp_path_factory.getbasetemp()
+    if not hasattr(request.config, "workerinput"):
+        return compute()
+    path = folder.parent / f"{name}.json"  # the parent is of this run, and all its workers have it
+    with locked(path.with_suffix(".lock")):
+        if not path.exists():
+            path.write_text(json.dumps(compute()))
+    return json.loads(path.read_text())
 
 
 def _prompts(tokenizer) -> dict[str, list[int]]:
@@ -93,11 +148,15 @@ def _generate(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
     # Two threads of torch wait for each other in a loop, and on busy cores that is many times slower than one.
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    out: list[list[int]] = [[] for _ in prompts]
-    # By length, since padding is computed too.
+    # In batches of about one length, since padding is computed too.
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    for begin in range(0, len(order), 8):
-        batch = order[begin : begin + 8]
+    batches: list[list[int]] = []
+    for i in order:
+        if not batches or len(prompts[i]) > 2 * len(prompts[batches[-1][0]]) + 30:
+            batches.append([])
+        batches[-1].append(i)
+    out: list[list[int]] = [[] for _ in prompts]
+    for batch in batches:
         longest = max(len(prompts[i]) for i in batch)
         ids = torch.tensor([[0] * (longest - len(prompts[i])) + prompts[i] for i in batch])
         mask = torch.tensor([[0] * (longest - len(prompts[i])) + [1] * len(prompts[i]) for i in batch])
