@@ -8,8 +8,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 CONFIG ?= deploy/config.yaml
-# One worker per core, at most four (tests/conftest.py); tests of one xdist_group share a worker.
-PYTEST := $(BIN)/pytest -n auto --dist loadgroup --no-loadscope-reorder
+# One worker per core, at most four; tests/conftest.py says which takes what.
+PYTEST := $(BIN)/pytest -n auto
 SOURCES := pyproject.toml $(wildcard kernels/csrc/*.cpp kernels/csrc/*.h kernels/csrc/CMakeLists.txt)
 
 .PHONY: serve test check lint clean

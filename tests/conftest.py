@@ -20,6 +20,13 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 NEW_TOKENS = 48
+# Start servers, or hold other processes to a time limit: no two of these run side by side.
+CLOCK_FILES = (
+    "tests/cluster/test_liveness.py",
+    "tests/deploy/test_serve.py",
+    "tests/deploy/test_serve_ranks.py",
+    "tests/router/test_serve_router.py",
+)
 
 
 @dataclass(frozen=True)
@@ -52,22 +59,33 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Long tests first, so that workers end together; those that look at a clock one after the other, in one worker."""
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            if _looks_at_a_clock(item):
-                item.add_marker(pytest.mark.xdist_group("clock"))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Workers take single tests, in order; one of them takes all CLOCK_FILES, one test after the other."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    # Not --dist loadgroup: xdist 3.8 writes the group into a node's _nodeid, which pytest 9.2 does not read.
+    class SingleTests(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "clock" if nodeid.split("::")[0] in CLOCK_FILES else nodeid
+
+    return SingleTests(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long tests first, so that workers end together."""
+    for item in items:
+        if item.get_closest_marker("ray") and _file(item) not in CLOCK_FILES:
+            raise pytest.UsageError(f"{_file(item)} starts Ray: add it to CLOCK_FILES in tests/conftest.py")
     items.sort(key=_turn)
 
 
-def _looks_at_a_clock(item: pytest.Item) -> bool:
-    return any(item.get_closest_marker(name) for name in ("ray", "clock"))
+def _file(item: pytest.Item) -> str:
+    return item.nodeid.split("::")[0]
 
 
 def _turn(item: pytest.Item) -> int:
-    if _looks_at_a_clock(item):
+    if _file(item) in CLOCK_FILES:
         return 0
     return 1 if item.get_closest_marker("slow") or item.get_closest_marker("timeout") else 2
 

@@ -19,8 +19,6 @@ from chunkserve.cluster.liveness import LinkError, Liveness
 from chunkserve.cluster.membership import Meeting, Membership
 from chunkserve.cluster.rank_group import RankGroupError
 
-pytestmark = pytest.mark.clock
-
 SILENCE_S = 3.0
 GONE_S = 10.0
 
