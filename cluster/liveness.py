@@ -75,6 +75,7 @@ class Liveness:
             # is the limit.
             peer.heard_s = time.monotonic() if rank == 0 else math.inf
             threading.Thread(target=self._listen, args=(peer,), name=f"rank-link-{peer.rank}", daemon=True).start()
+        self._send_beats()
         threading.Thread(target=self._beat, name="rank-beat", daemon=True).start()
 
     @classmethod
@@ -165,11 +166,15 @@ class Liveness:
 
     def _beat(self) -> None:
         while not self._closed.wait(BEAT_S):
+            self._send_beats()
             for peer in self._peers.values():
-                self._send(peer, _BEAT, b"")
                 silence = time.monotonic() - peer.heard_s
                 if silence > self._silence_s and not peer.gone:
                     self._lose(peer, f"it has said nothing for {silence:.1f} s")
+
+    def _send_beats(self) -> None:
+        for peer in self._peers.values():
+            self._send(peer, _BEAT, b"")
 
     def _listen(self, peer: _Peer) -> None:
         try:
