@@ -1,29 +1,34 @@
 # make serve   the server on this machine: installs into .venv, fetches the small model, serve run deploy/config.yaml
 # make test    all tests
-# make check   what every commit passes: ruff, mypy, import order, quick tests
+# make check   what every commit passes: make lint, quick tests
+# make lint    ruff, mypy, import order
 # make clean   removes what these made here (the model's cache stays)
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 CONFIG ?= deploy/config.yaml
+# One worker per core, at most four; tests/conftest.py says which takes what.
+PYTEST := $(BIN)/pytest -n auto
 SOURCES := pyproject.toml $(wildcard kernels/csrc/*.cpp kernels/csrc/*.h kernels/csrc/CMakeLists.txt)
 
-.PHONY: serve test check clean
+.PHONY: serve test check lint clean
 .DELETE_ON_ERROR:
 
 serve: $(VENV)/.serve
 	@$(BIN)/chunkserve serve $(CONFIG)
 
 test: $(VENV)/.dev
-	$(BIN)/pytest
+	$(PYTEST)
 
-check: $(VENV)/.dev
+check: lint
+	$(PYTEST) -m "not slow and not ray and not model and not gpu"
+
+lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	PYTHONPATH=.typing $(BIN)/lint-imports
-	$(BIN)/pytest -m "not slow and not ray and not model and not gpu"
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \

@@ -10,6 +10,7 @@ On the wire: a hello, then frames of one letter, four bytes of length, and a bod
 import hashlib
 import hmac
 import logging
+import math
 import os
 import signal
 import socket
@@ -70,8 +71,11 @@ class Liveness:
         self._lost: tuple[int, str] | None = None
         self._closed = threading.Event()
         for peer in peers:
-            peer.heard_s = time.monotonic()
+            # Rank 0 is silent until all have come, which may be long after this one has: until then the time to join
+            # is the limit.
+            peer.heard_s = time.monotonic() if rank == 0 else math.inf
             threading.Thread(target=self._listen, args=(peer,), name=f"rank-link-{peer.rank}", daemon=True).start()
+        self._send_beats()
         threading.Thread(target=self._beat, name="rank-beat", daemon=True).start()
 
     @classmethod
@@ -162,11 +166,15 @@ class Liveness:
 
     def _beat(self) -> None:
         while not self._closed.wait(BEAT_S):
+            self._send_beats()
             for peer in self._peers.values():
-                self._send(peer, _BEAT, b"")
                 silence = time.monotonic() - peer.heard_s
                 if silence > self._silence_s and not peer.gone:
                     self._lose(peer, f"it has said nothing for {silence:.1f} s")
+
+    def _send_beats(self) -> None:
+        for peer in self._peers.values():
+            self._send(peer, _BEAT, b"")
 
     def _listen(self, peer: _Peer) -> None:
         try:

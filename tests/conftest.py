@@ -1,15 +1,32 @@
-"""What many tests share: the small real model, and what transformers itself says with it."""
+"""What many tests share: the small real model, and what transformers itself says with it; and how tests share cores."""
 
+import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from .file_lock import locked
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Tests run side by side, and so do what they start: threads of OpenMP and OpenBLAS that wait for each other in a loop
+# would take the cores from whom they wait for.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 NEW_TOKENS = 48
+# Start servers, or hold other processes to a time limit: no two of these run side by side.
+CLOCK_FILES = (
+    "tests/cluster/test_liveness.py",
+    "tests/deploy/test_serve.py",
+    "tests/deploy/test_serve_ranks.py",
+    "tests/router/test_serve_router.py",
+)
 
 
 @dataclass(frozen=True)
@@ -36,15 +53,71 @@ def tokenizer(small_model: Path):
     return Tokenizer(small_model)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """What `-n auto` means here. Above four, what is left is one long test or another."""
+    return min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Workers take single tests, in order; one of them takes all CLOCK_FILES, one test after the other."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    # Not --dist loadgroup: xdist 3.8 writes the group into a node's _nodeid, which pytest 9.2 does not read.
+    class SingleTests(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "clock" if nodeid.split("::")[0] in CLOCK_FILES else nodeid
+
+    return SingleTests(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long tests first, so that workers end together."""
+    for item in items:
+        if item.get_closest_marker("ray") and _file(item) not in CLOCK_FILES:
+            raise pytest.UsageError(f"{_file(item)} starts Ray: add it to CLOCK_FILES in tests/conftest.py")
+    items.sort(key=_turn)
+
+
+def _file(item: pytest.Item) -> str:
+    return item.nodeid.split("::")[0]
+
+
+def _turn(item: pytest.Item) -> int:
+    if _file(item) in CLOCK_FILES:
+        return 0
+    return 1 if item.get_closest_marker("slow") or item.get_closest_marker("timeout") else 2
+
+
 @pytest.fixture(scope="session")
-def greedy_cases(small_model: Path, tokenizer) -> list[GreedyCase]:
+def greedy_cases(
+    small_model: Path, tokenizer, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> list[GreedyCase]:
     """Prompts at the edges of chunks and of each other, with transformers' own greedy continuation."""
     prompts = _prompts(tokenizer)
     assert len(prompts) >= 20
+    continuations = _once(
+        tmp_path_factory, request, "greedy", lambda: _generate(small_model, list(prompts.values()))
+    )  # fmt: skip
     return [
         GreedyCase(name, tuple(prompt), tuple(tokens))
-        for (name, prompt), tokens in zip(prompts.items(), _generate(small_model, list(prompts.values())), strict=True)
+        for (name, prompt), tokens in zip(prompts.items(), continuations, strict=True)
     ]
+
+
+def _once(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest, name: str, compute: Callable[[], Any]
+) -> Any:
+    """What one worker computes and the others read, as JSON."""
+    folder = tmp_path_factory.getbasetemp()
+    if not hasattr(request.config, "workerinput"):
+        return compute()
+    path = folder.parent / f"{name}.json"  # the parent is of this run, and all its workers have it
+    with locked(path.with_suffix(".lock")):
+        if not path.exists():
+            path.write_text(json.dumps(compute()))
+    return json.loads(path.read_text())
 
 
 def _prompts(tokenizer) -> dict[str, list[int]]:
@@ -93,11 +166,15 @@ def _generate(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
     # Two threads of torch wait for each other in a loop, and on busy cores that is many times slower than one.
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    out: list[list[int]] = [[] for _ in prompts]
-    # By length, since padding is computed too.
+    # In batches of about one length, since padding is computed too.
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    for begin in range(0, len(order), 8):
-        batch = order[begin : begin + 8]
+    batches: list[list[int]] = []
+    for i in order:
+        if not batches or len(prompts[i]) > 2 * len(prompts[batches[-1][0]]) + 30:
+            batches.append([])
+        batches[-1].append(i)
+    out: list[list[int]] = [[] for _ in prompts]
+    for batch in batches:
         longest = max(len(prompts[i]) for i in batch)
         ids = torch.tensor([[0] * (longest - len(prompts[i])) + prompts[i] for i in batch])
         mask = torch.tensor([[0] * (longest - len(prompts[i])) + [1] * len(prompts[i]) for i in batch])

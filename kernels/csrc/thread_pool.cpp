@@ -74,12 +74,11 @@ class ThreadPool {
     if (wake) {
       // Workers that have not come in by now stay out, so a descheduled one costs nothing.
       open_.store(false);
-      for (int spins = 0; inside_.load() != 0; ++spins) {
-        if (spins < 4096) {
-          pause_briefly();
-        } else {
-          std::this_thread::yield();
-        }
+      // On busy cores the last task's thread may be waiting for the very core that a longer loop would hold.
+      const auto give_up = std::chrono::steady_clock::now() + kSpin;
+      for (int inside; (inside = inside_.load()) != 0;) {
+        for (int i = 0; i < 16; ++i) pause_briefly();
+        if (std::chrono::steady_clock::now() > give_up) inside_.wait(inside);
       }
     }
     if (error_) std::rethrow_exception(error_);
@@ -114,7 +113,7 @@ class ThreadPool {
       // The order matters: whoever counts itself in before the caller closes the job is waited for.
       inside_.fetch_add(1);
       if (open_.load()) take_tasks(thread);
-      inside_.fetch_sub(1);
+      if (inside_.fetch_sub(1) == 1) inside_.notify_one();
     }
   }
 

@@ -158,6 +158,32 @@ def test_strangers_are_refused_and_missing_ranks_named() -> None:
         stranger.close()
 
 
+def test_ranks_wait_for_one_that_comes_late() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    token, address = b"t" * 16, listener.getsockname()
+    lost: list[str] = []
+    links: list[Liveness] = []
+
+    def on_lost(rank: int, reason: str) -> None:
+        lost.append(f"{rank} {reason}")
+
+    def lead() -> None:
+        links.append(Liveness.accept(listener, 3, token, on_lost))
+
+    leader = threading.Thread(target=lead)
+    leader.start()
+    early = Liveness.connect(address, 1, token, on_lost, silence_s=1.0)
+    time.sleep(2.0)
+    assert not lost
+    links.append(Liveness.connect(address, 2, token, on_lost))
+    leader.join()
+    early.report(b"here")
+    (link,) = (link for link in links if link.rank == 0)
+    assert link.reports(lambda body: body == b"here", timeout_s=1)[1] == b"here"
+    for each in (link, early, *links):
+        each.leave()
+
+
 def test_reports_are_the_newest_of_each_rank() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     followers: list[Liveness] = []

@@ -13,6 +13,8 @@ import torch
 from chunkserve.kernels.cuda_module import KERNELS, SOURCE_FOLDER, SOURCES
 from chunkserve.kernels.dispatch import AttentionProblem
 
+from ..file_lock import locked  # noqa: TID252
+
 HOST_FOLDER = Path(__file__).parent / "cuda_host"
 VALUES = {torch.float16: "Half", torch.bfloat16: "Bfloat", torch.float32: "float"}
 # Bytes of shared memory that a block may have.
@@ -89,14 +91,16 @@ def host_loader(
         inputs = [*sources.values(), *(p.read_text() for p in sorted(HOST_FOLDER.iterdir())), *command]
         key = hashlib.sha256("\0".join(inputs).encode()).hexdigest()[:16]
         library = folder / f"{key}.so"
-        if not library.exists():
-            copies = folder / key
-            copies.mkdir(exist_ok=True)
-            for name, text in sources.items():
-                (copies / name).write_text(text)
-            building = folder / f"{key}.building.so"
-            subprocess.run([*command, f"-I{copies}", str(HOST_FOLDER / "driver.cpp"), "-o", str(building)], check=True)
-            building.rename(library)
+        with locked(folder / f"{key}.lock"):
+            if not library.exists():
+                copies = folder / key
+                copies.mkdir(exist_ok=True)
+                for name, text in sources.items():
+                    (copies / name).write_text(text)
+                building = folder / f"{key}.building.so"
+                driver = HOST_FOLDER / "driver.cpp"
+                subprocess.run([*command, f"-I{copies}", str(driver), "-o", str(building)], check=True)
+                building.rename(library)
         return HostKernels(library, num_blocks=num_blocks, seed=seed)
 
     return load

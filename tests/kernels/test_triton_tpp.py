@@ -40,15 +40,21 @@ def _run_cases(*arguments: str, interpret: bool) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+# Two processes each, which may run side by side.
+halves = pytest.mark.parametrize("half", ["random_plans", "not random_plans"])
+
+
 @pytest.mark.timeout(900)
-def test_kernels_under_the_interpreter():
-    _run_cases("-m", "not slow", interpret=True)
+@halves
+def test_kernels_under_the_interpreter(half: str):
+    _run_cases("-m", "not slow", "-k", half, interpret=True)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_more_kernels_under_the_interpreter():
-    _run_cases("-m", "slow", interpret=True)
+@halves
+def test_more_kernels_under_the_interpreter(half: str):
+    _run_cases("-m", "slow", "-k", half, interpret=True)
 
 
 @pytest.mark.gpu

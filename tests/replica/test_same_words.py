@@ -20,7 +20,7 @@ class Replica:
     """A real engine, stepped by hand."""
 
     def __init__(self, folder: Path, **options: object) -> None:
-        defaults = {"dtype": "float32", "max_sequence_tokens": 1024, "pool_chunks": 200}
+        defaults = {"dtype": "float32", "max_sequence_tokens": 1024, "pool_chunks": 200, "num_threads": 1}
         self.events: dict[str, list[TokenEvent]] = defaultdict(list)
         self.engine: Engine = build_engine(ReplicaOptions(model=str(folder), **{**defaults, **options}), self.take)
 
@@ -65,7 +65,7 @@ def test_alone_cold_and_warm(replica: Replica, greedy_cases) -> None:
 @pytest.mark.parametrize(
     ("options", "preempts"),
     [
-        ({"max_running": 16}, False),
+        ({"max_running": 16, "num_threads": 2}, False),
         ({"max_running": 16, "max_step_tokens": 40, "chunk_size": 32, "pool_chunks": 400}, False),
         ({"max_running": 16, "chunk_size": 16, "pool_chunks": 66, "max_sequence_tokens": 1000}, True),
         ({"max_running": 8, "prefix_sharing": False}, False),
