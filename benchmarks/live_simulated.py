@@ -7,7 +7,8 @@ from live_arms import Arm, Ask
 
 from chunkserve.replica.chunk_hash import ChunkScheme
 from chunkserve.replica.protocol import StepTime
-from chunkserve.router.simulator import SimConfig, SimRequest, SimResult, Simulator
+from chunkserve.router.simulated_replica import SimConfig, SimRequest
+from chunkserve.router.simulator import SimResult, Simulator
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,8 @@ from rows import write_rows
 
 from chunkserve.replica.protocol import StepTime
 from chunkserve.router.policy import POLICIES
-from chunkserve.router.simulator import SimConfig, SimRequest, Simulator
+from chunkserve.router.simulated_replica import SimConfig, SimRequest
+from chunkserve.router.simulator import Simulator
 from chunkserve.router.workloads import TRACE_CHUNK_TOKENS, mooncake, shared_prompts, unshared
 
 SHARED = Path(__file__).resolve().parents[1] / "../shared"

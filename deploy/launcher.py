@@ -11,7 +11,8 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -75,15 +76,16 @@ def run_blocking(
         _refuse_taken_port(base_url(document))
         say(f"Starting Ray and {config.num_replicas} replica(s) of {config.model_name} (about half a minute)...")
         serve = Path(sys.executable).with_name("serve")
-        process = subprocess.Popen(
-            [str(serve), "run", str(path)],
-            env={**os.environ, **RAY_ENVIRONMENT},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-        )
+        with _interrupts_heeded():
+            process = subprocess.Popen(
+                [str(serve), "run", str(path)],
+                env={**os.environ, **RAY_ENVIRONMENT},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+            )
         output = _Output(process)
         try:
             with _terminations_as_interrupts():
@@ -202,6 +204,18 @@ def _welcome(url: str, config: ServeConfig) -> str:
         f"""'{{"model": "{config.model_name}", "messages": [{{"role": "user", "content": """
         """"What is the capital of France?"}], "max_tokens": 32, "temperature": 0}'\n"""
     )
+
+
+@contextmanager
+def _interrupts_heeded() -> Iterator[None]:
+    """What is started here heeds SIGINT, on which `serve run` drains. Of a script's background job it would not."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class _terminations_as_interrupts:

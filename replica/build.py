@@ -101,9 +101,8 @@ def build_engine(
     Raises:
         As `check_options`.
     """
-    if options.simulated_step is not None:
-        return _simulated_engine(options, options.simulated_step, emit, chunk_scheme)
-    runner, config = _build_runner(options, place)
+    simulated = options.simulated_step
+    runner, config = _build_runner(options, place) if simulated is None else _simulated_runner(options, simulated)
     reporter = RoutingReporter(chunk_scheme, max_step_tokens=config.max_step_tokens) if chunk_scheme else None
     tree = build_tree(config, reporter, audited=place is not None)
     return Engine(
@@ -113,25 +112,18 @@ def build_engine(
         emit=emit,
         reporter=reporter,
         tree=tree,
-        sync=_build_sync(runner, place, tree) if place is not None else None,
+        sync=_build_sync(runner, place, tree) if place is not None and isinstance(runner, ModelRunner) else None,
     )
 
 
-def _simulated_engine(options: ReplicaOptions, step: StepTime, emit: Emit, chunk_scheme: ChunkScheme | None) -> Engine:
-    """An engine whose model computes nothing and takes its time; tree, scheduler and tokenizer are the real ones."""
-    folder = Path(options.model)
-    model = DecoderConfig.load(folder)
+def _simulated_runner(options: ReplicaOptions, step: StepTime) -> tuple[FakeModelRunner, EngineConfig]:
+    """A model that computes nothing and takes its time."""
+    model = DecoderConfig.load(Path(options.model))
     sizes = _sizes(options, model, 0, 1)
-    config = _engine_config(options, sizes, model.eos_token_ids, sizes.num_slots)
-    reporter = RoutingReporter(chunk_scheme, max_step_tokens=config.max_step_tokens) if chunk_scheme else None
-    runner = FakeModelRunner(
-        vocab_size=model.vocab_size, num_slots=sizes.num_slots, chunk_size=options.chunk_size, step=step
-    )
     logger.warning("replica simulated step=%s: answers mean nothing", step)
-    tree = build_tree(config, reporter)
-    return Engine(
-        runner=runner, tokenizer=Tokenizer(folder), config=config, emit=emit, reporter=reporter, tree=tree
-    )  # fmt: skip
+    return FakeModelRunner(
+        vocab_size=model.vocab_size, num_slots=sizes.num_slots, chunk_size=options.chunk_size, step=step
+    ), _engine_config(options, sizes, model.eos_token_ids, sizes.num_slots)
 
 
 def build_follower(options: ReplicaOptions, place: Membership) -> Follower:

@@ -1,5 +1,6 @@
 """How much work each replica has, in seconds, as one router knows it: reports, and its own requests since then."""
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 
@@ -13,6 +14,8 @@ STALE_AFTER_S = 5.0
 # A request that left the router this much before a report was taken had arrived by then.
 _TRANSIT_S = 0.005
 _US = 1_000_000
+# What was sent so long ago counts 1 / e in `sent_s`.
+_SENT_DECAY_S = 60.0
 
 
 @dataclass(slots=True)
@@ -43,6 +46,8 @@ class LoadTable:
         self._since_us = np.zeros(0, np.int64)  # of those, sent after the last report
         self._in_flight = np.zeros(0, np.int64)  # requests of ours
         self._sent_since = np.zeros(0, np.int64)  # of those, sent after the last report
+        self._sent_s = np.zeros(0)  # prompts that we sent, decayed to _sent_at_s
+        self._sent_at_s = 0.0
         self._backlog_s = np.zeros(0)
         self._taken_s = np.zeros(0)
         self._reported_count = np.zeros(0, np.int64)
@@ -62,6 +67,9 @@ class LoadTable:
         self._since[row] = {}
         for column in (self._own_us, self._since_us, self._in_flight, self._sent_since, self._reported_count):
             column[row] = 0
+        # As much as the others: it is not to make up for what they did before it came.
+        others = [other for other in self._since if other != row]
+        self._sent_s[row] = self._sent_s[others].mean() if others else 0.0
         self._backlog_s[row] = self._taken_s[row] = 0.0
 
     def remove_replica(self, row: int) -> None:
@@ -82,6 +90,8 @@ class LoadTable:
             now_s: when.
             anchor: requests with one anchor share a prefix while they run.
         """
+        if (moved := self._open.get(key)) is not None:
+            self._sent_s[moved.row] = max(0.0, self._sent_s[moved.row] - moved.work_us / _US)
         self._drop(key)
         held = _Reservation(row, now_s, max(0, round(work_s * _US)), anchor)
         self._open[key] = held
@@ -91,6 +101,10 @@ class LoadTable:
         self._in_flight[row] += 1
         self._sent_since[row] += 1
         self._sharers[row, anchor] += 1
+        if now_s > self._sent_at_s:
+            self._sent_s *= math.exp((self._sent_at_s - now_s) / _SENT_DECAY_S)
+            self._sent_at_s = now_s
+        self._sent_s[row] += held.work_us / _US
 
     def row_of(self, key: str) -> int | None:
         held = self._open.get(key)
@@ -139,6 +153,10 @@ class LoadTable:
         told_s = np.maximum(self._backlog_s[rows] - np.maximum(age_s, 0.0), 0.0) + self._since_us[rows] / _US
         return np.where(age_s <= STALE_AFTER_S, told_s, self._own_us[rows] / _US)
 
+    def sent_s(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
+        """[rows] seconds of prompts that we sent to each replica lately, the older the less, done or not."""
+        return self._sent_s[rows]
+
     def num_requests(self, rows: NDArray[np.int64], now_s: float) -> NDArray[np.int64]:
         """[rows] requests that each replica has."""
         fresh = now_s - self._taken_s[rows] <= STALE_AFTER_S
@@ -169,7 +187,16 @@ class LoadTable:
 
     def _grow(self, size: int) -> None:
         size = max(size, 2 * self._size)
-        for name in ("_own_us", "_since_us", "_in_flight", "_sent_since", "_backlog_s", "_taken_s", "_reported_count"):
+        for name in (
+            "_own_us",
+            "_since_us",
+            "_in_flight",
+            "_sent_since",
+            "_sent_s",
+            "_backlog_s",
+            "_taken_s",
+            "_reported_count",
+        ):
             column = getattr(self, name)
             setattr(self, name, np.concatenate([column, np.zeros(size - len(column), column.dtype)]))
         self._size = size

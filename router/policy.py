@@ -48,6 +48,7 @@ class ClusterView:
 
     seeds: a fixed number per replica, the same in all routers.
     work_s: seconds until its prompts are computed.
+    sent_s: seconds of prompts that it was sent lately.
     num_requests: requests that it has.
     cached_tokens: tokens of this prompt that it holds.
     num_sharers: running requests there with the request's anchor.
@@ -58,6 +59,7 @@ class ClusterView:
 
     seeds: NDArray[np.uint64]
     work_s: Floats
+    sent_s: Floats
     num_requests: Ints
     cached_tokens: Ints
     num_sharers: Ints
@@ -78,6 +80,8 @@ class PolicyOptions:
     overload: `prefix` keeps replicas with more than (1 + overload) x mean work out, ...
     overload_floor_s: ... unless they have less work than this, or no more above the mean than computing all of the
         prompt takes: of two replicas with one idle, any work is twice the mean.
+    balance: `prefix` also keeps those out that were sent more than (1 + balance) x the mean lately and half of what
+        the prompt takes, but for what two such prompts take: hot prefixes are computed once more, elsewhere.
     tie_s, tie_share: costs this close to the best are equal, in seconds and as a share of the best.
     slow_start_s: a new replica takes over its share of cold prefixes within this time.
     match_share, imbalance_requests, imbalance_ratio: `threshold`: the share of the prompt that must match, and the
@@ -87,6 +91,7 @@ class PolicyOptions:
 
     overload: float = 0.5
     overload_floor_s: float = 0.25
+    balance: float = 0.1
     tie_s: float = 0.002
     tie_share: float = 0.02
     slow_start_s: float = 30.0
@@ -158,6 +163,8 @@ def prefix(request: RouteRequest, view: ClusterView, options: PolicyOptions) -> 
     prompt_s = view.cost.prefill_s(request.prompt_tokens, np.zeros(len(view)))
     limit_s = np.maximum(options.overload_floor_s, mean_s + np.maximum(options.overload * mean_s, prompt_s))
     allowed = view.work_s <= limit_s
+    sent_limit_s = (1 + options.balance) * float(view.sent_s.mean()) + 0.5 * prompt_s
+    allowed &= view.sent_s <= np.maximum(sent_limit_s, 2 * prompt_s)
     random_key = view.draw.to_bytes(8, "little")
     priorities = _rendezvous(request.anchor or random_key, view.seeds)
     warming = view.age_s < options.slow_start_s

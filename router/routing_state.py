@@ -349,6 +349,7 @@ class RoutingState:
         return ClusterView(
             seeds=arrays.seeds,
             work_s=self.loads.work_s(rows, now_s),
+            sent_s=self.loads.sent_s(rows),
             num_requests=self.loads.num_requests(rows, now_s),
             cached_tokens=np.minimum(match.depths[rows] * self.chunk_size, request.prompt_tokens - 1),
             num_sharers=self.loads.num_sharers(rows, request.anchor) if shares else arrays.zeros,

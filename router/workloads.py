@@ -9,7 +9,7 @@ from pathlib import Path
 
 from chunkserve.replica.chunk_hash import DIGEST_BYTES
 
-from .simulator import SimRequest
+from .simulated_replica import SimRequest
 
 TRACE_CHUNK_TOKENS = 512
 

@@ -1,5 +1,6 @@
 """What stops a start before Ray runs, and what is noticed while it does."""
 
+import signal
 import socket
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import pytest
 import yaml
 
 from chunkserve.deploy.config import DEFAULT_FILE, ConfigError
-from chunkserve.deploy.launcher import _Output, base_url, load_document, run_blocking
+from chunkserve.deploy.launcher import _interrupts_heeded, _Output, base_url, load_document, run_blocking
 from chunkserve.deploy.local_server import loopback_port
 
 
@@ -81,6 +82,18 @@ def test_a_loopback_port_is_held_until_its_block_ends() -> None:
         with socket.create_server(("127.0.0.1", port), reuse_port=True):
             pass
     socket.create_server(("127.0.0.1", port)).close()
+
+
+def test_what_a_background_job_starts_heeds_interrupts() -> None:
+    code = "import signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with _interrupts_heeded():
+            said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert said == "True\n"
 
 
 def test_a_failed_deployment_is_noticed_and_output_goes_on(capfd: pytest.CaptureFixture[str]) -> None:

@@ -26,6 +26,7 @@ def view_of(n: int, *, per_context_s: float = 0.0, per_sequence_s: float = 0.0, 
     base = ClusterView(
         seeds=np.array([int.from_bytes(digest_of(f"replica {i}")[:8], "little") for i in range(n)], np.uint64),
         work_s=full(0.0),
+        sent_s=full(0.0),
         num_requests=np.zeros(n, np.int64),
         cached_tokens=np.zeros(n, np.int64),
         num_sharers=np.zeros(n, np.int64),
@@ -94,6 +95,16 @@ def test_of_two_replicas_the_busy_one_keeps_its_prompt_while_waiting_costs_less_
     # All of the prompt is 3 s. Twice the mean is no overload here, as it was once; more than 3 s above it is.
     assert first(1.0) == first(5.9) == 0
     assert first(6.1) == 1
+
+
+def test_prefix_leaves_a_replica_that_was_sent_more_than_its_share_though_it_is_idle() -> None:
+    def first(sent_s: float) -> int:
+        view = view_of(4, cached_tokens=[0, 2944, 0, 0], sent_s=[10.0, sent_s, 10.0, 10.0])
+        return choose_replica("prefix", request_of(tokens=3000), view, OPTIONS).ranked[0]
+
+    # Half of the prompt is 1.5 s, and a tenth above the mean is allowed: 1.1 (30 + x) / 4 + 1.5 = x at x = 13.45.
+    assert first(13.3) == 1
+    assert first(13.7) != 1
 
 
 def test_new_prefixes_go_by_rendezvous_the_same_in_all_routers() -> None:

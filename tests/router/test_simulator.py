@@ -8,7 +8,8 @@ import pytest
 
 from chunkserve.replica.protocol import StepTime
 from chunkserve.router.policy import POLICIES
-from chunkserve.router.simulator import SimConfig, SimRequest, SimResult, Simulator
+from chunkserve.router.simulated_replica import SimConfig, SimRequest
+from chunkserve.router.simulator import SimResult, Simulator
 from chunkserve.router.workloads import digest_of, merged, mooncake, shared_prompts, unshared
 
 TRACE = Path(__file__).parents[2] / "../shared/traces/mooncake/conversation_trace.jsonl"
@@ -101,7 +102,7 @@ def test_every_policy_serves_everything_and_equal_seeds_repeat(policy: str) -> N
 
 
 def test_prefix_beats_the_others_near_saturation() -> None:
-    workload = prompts_of(2500, 180.0)
+    workload = prompts_of(2500, 150.0)
     results = {policy: run(workload, policy=policy) for policy in ("prefix", "threshold", "least_loaded", "random")}
     means = {policy: result.ttft_s_mean for policy, result in results.items()}
     assert means["prefix"] < 0.6 * means["threshold"]
@@ -128,8 +129,7 @@ def test_16_routers_with_late_news_keep_the_hit_rate() -> None:
     one = run(workload)
     many = run(workload, num_routers=16, report_period_s=1.0, report_delay_s=0.1)
     assert many.hit_rate > 0.95 * one.hit_rate
-    # With this much room waiting is cheap, and hot prompts stay where they are.
-    assert many.max_over_mean_work < 1.5
+    assert max(one.max_over_mean_work, many.max_over_mean_work) < 1.3
 
 
 def test_four_routers_do_not_pile_one_burst_on_one_replica() -> None:
@@ -147,7 +147,7 @@ def test_a_burst_with_one_new_prefix_computes_it_about_once() -> None:
 
 
 def test_evictions_are_heard_of() -> None:
-    result = run(prompts_of(3000, 40.0, zipf=0.0), chunks_per_replica=80, report_period_s=0.25)
+    result = run(prompts_of(3000, 40.0, zipf=0.0), chunks_per_replica=60, report_period_s=0.25)
     assert result.stale_hits < 0.02 * 3000
 
 
