@@ -60,19 +60,20 @@ PAPER_SHAPE = SHAPES[0].name
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What stays the same while batches change."""
+    """What stays the same while batches change; K and V are of `dtype` where `kv_dtype` is None."""
 
     shape: Shape
     dtype: torch.dtype
     threads: int
     chunk_size: int = CHUNK
+    kv_dtype: torch.dtype | None = None
 
     @property
     def problem(self) -> AttentionProblem:
         return AttentionProblem(
             device="cpu",
             dtype=self.dtype,
-            kv_dtype=self.dtype,
+            kv_dtype=self.kv_dtype or self.dtype,
             num_heads=self.shape.num_heads,
             num_kv_heads=self.shape.num_kv_heads,
             head_dim=self.shape.head_dim,
@@ -181,9 +182,11 @@ class Pool:
         self.setting = setting
         self.backend = select_backend(setting.problem, "cpu")
         self.kv = self.backend.allocate(setting.problem, num_slots)
-        for tiles in (self.kv.k, self.kv.v):
+        for tiles, scales in ((self.kv.k, self.kv.k_scale), (self.kv.v, self.kv.v_scale)):
             # Drawing gigabytes of random numbers would take longer than measuring.
-            tiles[:RANDOM_SLOTS].normal_()
+            tiles[:RANDOM_SLOTS] = torch.randn(tiles[:RANDOM_SLOTS].shape).to(tiles.dtype)
+            if scales is not None:
+                scales.fill_(1.0)
             for begin in range(RANDOM_SLOTS, num_slots, RANDOM_SLOTS):
                 tiles[begin : begin + RANDOM_SLOTS] = tiles[: min(RANDOM_SLOTS, num_slots - begin)]
         shape = setting.shape
@@ -286,7 +289,7 @@ class Limits:
         shape, counts = setting.shape, batch.token_counts()
 
         def times_us(read_tokens: int, row_tokens: int) -> tuple[float, float]:
-            kv_bytes = 2 * read_tokens * shape.num_kv_heads * shape.head_dim * setting.dtype.itemsize
+            kv_bytes = 2 * read_tokens * shape.num_kv_heads * shape.head_dim * setting.problem.kv_dtype.itemsize
             operations = 4 * row_tokens * shape.num_heads * shape.head_dim
             return kv_bytes / self.read_gb_per_s / 1e3, operations / self.multiply_gflop_per_s / 1e3
 

@@ -19,12 +19,14 @@ from rows import write_rows
 from server_load import OURS, check, load
 
 from chunkserve.deploy.bench import BenchSettings
-from chunkserve.deploy.local_server import local_server
+from chunkserve.deploy.local_server import LocalServer, local_server
 
 NOT_SHARED = f"{OURS}, not shared"
 
 
-def measure(system: str, url: str, args: argparse.Namespace, point: tuple[int, int, float, int]) -> dict[str, Any]:
+def measure(
+    system: str, url: str, ours: LocalServer, args: argparse.Namespace, point: tuple[int, int, float, int]
+) -> dict[str, Any]:
     prompt_tokens, shared_percent, rate, turn = point
     shared = prompt_tokens * shared_percent // 100
     settings = BenchSettings(
@@ -32,7 +34,7 @@ def measure(system: str, url: str, args: argparse.Namespace, point: tuple[int, i
         num_requests=max(args.min_requests, round(rate * args.seconds)), shared_tokens=shared,
         own_tokens=prompt_tokens - shared, new_tokens=args.new_tokens, share=system != NOT_SHARED, seed=turn,
     )  # fmt: skip
-    row = asyncio.run(load(settings, watch=system.startswith(OURS))).row()
+    row = asyncio.run(load(settings, ours=ours if system in (OURS, NOT_SHARED) else None)).row()
     return row | {"prompt_tokens": prompt_tokens, "shared_percent": shared_percent, "turn": turn}
 
 
@@ -63,7 +65,7 @@ def main() -> None:
             systems = {OURS: ours.url, **({NOT_SHARED: ours.url} if percent else {}), **peers}
             for rate, turn in itertools.product(args.rates, range(args.repeats)):
                 point = (prompt_tokens, percent, rate, turn)
-                rows += [measure(system, url, args, point) for system, url in systems.items()]
+                rows += [measure(system, url, ours, args, point) for system, url in systems.items()]
     if args.json:
         write_rows(args.json, rows)
     if args.plot:

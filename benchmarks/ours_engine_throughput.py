@@ -18,13 +18,13 @@ from rows import write_rows
 from server_load import OURS, check, load
 
 from chunkserve.deploy.bench import BenchSettings
-from chunkserve.deploy.local_server import local_server
+from chunkserve.deploy.local_server import LocalServer, local_server
 
 # Shared tokens, new tokens, concurrency.
 Case = tuple[int, int, int]
 
 
-def measure(label: str, url: str, args: argparse.Namespace, case: Case, turn: int) -> dict[str, Any]:
+def measure(label: str, url: str, ours: LocalServer, args: argparse.Namespace, case: Case, turn: int) -> dict[str, Any]:
     """One burst of a case."""
     shared, new, concurrency = case
     settings = BenchSettings(
@@ -32,7 +32,7 @@ def measure(label: str, url: str, args: argparse.Namespace, case: Case, turn: in
         num_requests=concurrency * args.rounds, shared_tokens=shared, own_tokens=args.own_tokens, new_tokens=new,
         seed=turn,
     )  # fmt: skip
-    return asyncio.run(load(settings, watch=label == OURS)).row() | {"turn": turn}
+    return asyncio.run(load(settings, ours=ours if label == OURS else None)).row() | {"turn": turn}
 
 
 def main() -> None:
@@ -59,11 +59,11 @@ def main() -> None:
             check(label, url)
         for case in cases:
             for turn in range(args.repeats):
-                rows += [measure(label, url, args, case, turn) for label, url in servers.items()]
+                rows += [measure(label, url, ours, args, case, turn) for label, url in servers.items()]
     if args.json:
         write_rows(args.json, rows)
 
-    columns = ["output_tokens_per_s", "ttft_ms_p50", "tpot_ms_p50", "kv_bytes_peak"]
+    columns = ["output_tokens_per_s", "ttft_ms_p50", "tpot_ms_p50", "kv_bytes_peak", "cpu_outside_share"]
     table = Table("shared", "new", "concurrency", "system", *columns)
     for shared, new, concurrency in cases:
         for label in servers:

@@ -15,20 +15,20 @@ from rows import write_rows
 from server_load import OURS, check, load
 
 from chunkserve.deploy.bench import BenchSettings
-from chunkserve.deploy.local_server import local_server
+from chunkserve.deploy.local_server import LocalServer, local_server
 
 SHARING = {"sharing on": True, "sharing off": False}
 
 
-def measure(url: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(server: LocalServer, args: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for turn in range(args.repeats):
         for label, share in SHARING.items():
             settings = BenchSettings(
-                url=url, label=label, concurrency=args.concurrency, num_requests=args.requests, share=share,
+                url=server.url, label=label, concurrency=args.concurrency, num_requests=args.requests, share=share,
                 shared_tokens=args.shared_tokens, new_tokens=args.new_tokens, seed=turn, warmup=0,
             )  # fmt: skip
-            rows.append(asyncio.run(load(settings, watch=True)).row() | {"turn": turn})
+            rows.append(asyncio.run(load(settings, ours=server)).row() | {"turn": turn})
     return rows
 
 
@@ -47,7 +47,7 @@ def main() -> None:
     knobs = {"max_sequence_tokens": 2048, "max_running_sequences": args.concurrency}
     with local_server(knobs) as server:
         check(OURS, server.url)
-        rows = measure(server.url, args)
+        rows = measure(server, args)
     if args.json:
         write_rows(args.json, rows)
 

@@ -6,11 +6,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
+import psutil
 
 from chunkserve.deploy.bench import BenchResult, BenchSettings, run_bench
 from chunkserve.deploy.client import Client
+from chunkserve.deploy.local_server import LocalServer
 
 OURS = "chunkserve"
+# In the names of the replicas' processes.
+_REPLICA_TITLE = "ServeReplica:chunkserve:replica"
 _SAMPLE_PERIOD_S = 0.2
 
 
@@ -29,12 +33,14 @@ def check(label: str, url: str) -> None:
 class Load:
     """A load that a server answered without an error.
 
-    kv_bytes_peak, batch_peak: the most K and V bytes of running sequences, and the most of these; None for peers.
+    kv_bytes_peak, batch_peak: the most K and V bytes of running sequences, and the most of these; None for peers, as is
+    cpu_outside_share: of the server's CPU time, what was spent outside of the model's processes.
     """
 
     result: BenchResult
     kv_bytes_peak: int | None
     batch_peak: int | None
+    cpu_outside_share: float | None
 
     @property
     def latency_ms_per_token(self) -> float:
@@ -47,17 +53,41 @@ class Load:
             "latency_ms_per_token": self.latency_ms_per_token,
             "kv_bytes_peak": self.kv_bytes_peak,
             "batch_peak": self.batch_peak,
+            "cpu_outside_share": self.cpu_outside_share,
         }
 
 
-async def load(settings: BenchSettings, *, watch: bool) -> Load:
-    """Load a server; with `watch`, for ours, look at what it holds meanwhile."""
+async def load(settings: BenchSettings, *, ours: LocalServer | None = None) -> Load:
+    """Load a server; of our own, look at what it holds and takes meanwhile."""
     running = asyncio.create_task(run_bench(settings))
-    kv_bytes, batch = await _peaks(settings.url, running) if watch else (None, None)
+    if ours is None:
+        kv_bytes = batch = cpu_outside = None
+    else:
+        model_s, other_s = _cpu_seconds(ours)
+        kv_bytes, batch = await _peaks(settings.url, running)
+        model_s, other_s = (
+            after - before for after, before in zip(_cpu_seconds(ours), (model_s, other_s), strict=True)
+        )
+        cpu_outside = other_s / (model_s + other_s)
     result = await running
     if result.errors:
         raise SystemExit(f"{settings.label}: requests failed: {dict(result.errors)}")
-    return Load(result=result, kv_bytes_peak=kv_bytes, batch_peak=batch)
+    return Load(result=result, kv_bytes_peak=kv_bytes, batch_peak=batch, cpu_outside_share=cpu_outside)
+
+
+def _cpu_seconds(server: LocalServer) -> tuple[float, float]:
+    """CPU time so far of the replicas' processes, and of all others of the server."""
+    model_s = other_s = 0.0
+    for process in server.processes():
+        try:
+            times, is_model = process.cpu_times(), _REPLICA_TITLE in " ".join(process.cmdline())
+        except psutil.Error:  # it has ended
+            continue
+        if is_model:
+            model_s += times.user + times.system
+        else:
+            other_s += times.user + times.system
+    return model_s, other_s
 
 
 async def _peaks(url: str, running: "asyncio.Task[Any]") -> tuple[int, int]:

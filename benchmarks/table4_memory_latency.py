@@ -17,16 +17,18 @@ from rows import write_rows
 from server_load import OURS, check, load
 
 from chunkserve.deploy.bench import BenchSettings
-from chunkserve.deploy.local_server import local_server
+from chunkserve.deploy.local_server import LocalServer, local_server
 
 
-def measure(system: str, url: str, args: argparse.Namespace, point: tuple[int, int, int]) -> dict[str, Any]:
+def measure(
+    system: str, url: str, ours: LocalServer, args: argparse.Namespace, point: tuple[int, int, int]
+) -> dict[str, Any]:
     prompt_tokens, shared, turn = point
     settings = BenchSettings(
         url=url, label=system, endpoint="token-ids", rate_rps=args.rate, num_requests=args.requests,
         shared_tokens=shared, own_tokens=prompt_tokens - shared, new_tokens=args.new_tokens, seed=turn,
     )  # fmt: skip
-    row = asyncio.run(load(settings, watch=system == OURS)).row()
+    row = asyncio.run(load(settings, ours=ours if system == OURS else None)).row()
     return row | {"prompt_tokens": prompt_tokens, "turn": turn}
 
 
@@ -59,7 +61,7 @@ def main() -> None:
             check(label, url)
         for prompt_tokens, turn in itertools.product(args.prompt_tokens, range(args.repeats)):
             for shared, (label, url) in itertools.product((0, prompt_tokens), servers.items()):
-                rows.append(measure(label, url, args, (prompt_tokens, shared, turn)))
+                rows.append(measure(label, url, ours, args, (prompt_tokens, shared, turn)))
     if args.json:
         write_rows(args.json, rows)
 

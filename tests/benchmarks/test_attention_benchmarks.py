@@ -79,6 +79,13 @@ def test_table1(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert shared["intensity"] > 2 * private["intensity"]
 
 
+def test_kv_dtype(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    measured = load("ours_kv_dtype").run([tiny_settings()[0].shape], (1,), 128, 1)
+    rows = rows_of("ours_kv_dtype", measured, tmp_path / "rows.json", capsys)
+    assert_columns(rows, PROVENANCE | {"case", "threads", "batch", "n_p", "n_s", "fp8_us", "bf16_us", "fp8_over_bf16"})
+    assert [(row["batch"], row["n_s"]) for row in rows] == [(32, 128), (8, 0)]
+
+
 @pytest.mark.slow
 def test_fig3(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     script = load("fig3_decode_throughput")
