@@ -127,8 +127,8 @@ AttentionScratch& scratch_of(int thread) {
 void attend(const std::string& q_dtype, const std::string& kv_dtype, int num_heads, int num_kv_heads, int head_dim,
             std::int64_t num_slots, std::uintptr_t q, std::int64_t q_rows, std::int64_t q_token_stride,
             std::int64_t q_head_stride, std::uintptr_t k, std::uintptr_t v, std::uintptr_t k_scale,
-            std::uintptr_t v_scale, std::uintptr_t out, float scale, int window, float softcap, std::uintptr_t alibi_slopes, std::uintptr_t sinks,
-            const PlanArray& plan_data) {
+            std::uintptr_t v_scale, std::uintptr_t out, float scale, int window, float softcap,
+            std::uintptr_t alibi_slopes, std::uintptr_t sinks, const PlanArray& plan_data) {
   const PlanView plan(plan_data);
   if (plan.num_rows != q_rows) {
     throw std::invalid_argument("q has " + std::to_string(q_rows) + " rows, the plan " + std::to_string(plan.num_rows));
