@@ -110,6 +110,38 @@ def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out
 def rope_qkv(qkv: Tensor, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None: ...
 def silu_mul(gate_up: Tensor, out: Tensor) -> None: ...
 
+# The layers of a decoder in one call; see cpu_decoder.py.
+class DecoderLayers:
+    def __init__(
+        self, hidden: int, intermediate: int, num_heads: int, num_kv_heads: int, head_dim: int, eps: float
+    ) -> None: ...
+    def add(
+        self,
+        *,
+        qkv: Tensor,
+        qkv_bias: Tensor | None,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        output: Tensor,
+        output_bias: Tensor | None,
+        mlp_norm: Tensor,
+        gate_up: Tensor,
+        gate_up_bias: Tensor | None,
+        down: Tensor,
+        down_bias: Tensor | None,
+        next_norm: Tensor,
+        kv_dtype: str,
+        num_slots: int,
+        k: int,
+        v: int,
+        k_scale: int,
+        v_scale: int,
+        scale: float,
+        window: int,
+        softcap: float,
+    ) -> None: ...
+    def run(self, x: Tensor, h: Tensor, cos: Tensor, sin: Tensor, plan: NDArray[Any]) -> None: ...
+
 # Limits of this machine, measured: the floor that benchmarks compare with.
 def probe_read_gb_per_s(buffer: Tensor) -> float: ...
 def probe_multiply_gflop_per_s(bf16_pairs: bool) -> float: ...

@@ -5,6 +5,8 @@ Tiles (derivation of the layout: kernels/README.md), P being 64 or what is left 
     V of a slot and KV head: [D / P][C][P], or [D / P][C / 2][P][2]: every column is one value of the head dim.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -57,7 +59,7 @@ class CpuBackend:
         try:
             _cpu.append(
                 dtype=_KV_DTYPES[p.kv_dtype],
-                new_dtype=_KV_DTYPES[p.new_kv_dtype],
+                new_dtype=_DTYPES[p.dtype],
                 num_kv_heads=p.num_kv_heads,
                 head_dim=p.head_dim,
                 num_slots=kv.num_slots,
@@ -138,20 +140,15 @@ class CpuBackend:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         try:
             _cpu.attend(
+                **native_pool(kv),
                 q_dtype=_DTYPES[p.dtype],
-                kv_dtype=_KV_DTYPES[p.kv_dtype],
                 num_heads=p.num_heads,
                 num_kv_heads=p.num_kv_heads,
                 head_dim=p.head_dim,
-                num_slots=kv.num_slots,
                 q=q.data_ptr(),
                 q_rows=len(q),
                 q_token_stride=q.stride(0),
                 q_head_stride=q.stride(1),
-                k=kv.k.data_ptr(),
-                v=kv.v.data_ptr(),
-                k_scale=_address(kv.k_scale),
-                v_scale=_address(kv.v_scale),
                 out=out.data_ptr(),
                 scale=scale,
                 window=p.window or 0,
@@ -167,3 +164,15 @@ class CpuBackend:
 
 def _address(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
+
+
+def native_pool(kv: LayerKV) -> dict[str, Any]:
+    """A layer's pool as native code takes it; the caller keeps it alive."""
+    return {
+        "kv_dtype": _KV_DTYPES[kv.problem.kv_dtype],
+        "num_slots": kv.num_slots,
+        "k": kv.k.data_ptr(),
+        "v": kv.v.data_ptr(),
+        "k_scale": _address(kv.k_scale),
+        "v_scale": _address(kv.v_scale),
+    }

@@ -74,11 +74,6 @@ class AttentionProblem:
         """Query heads per KV head."""
         return self.num_heads // self.num_kv_heads
 
-    @property
-    def new_kv_dtype(self) -> torch.dtype:
-        """Of K and V as `append` takes them."""
-        return self.dtype if self.kv_dtype == FP8 else self.kv_dtype
-
     def scale_tensors(self, num_slots: int) -> dict[str, Tensor]:
         """Memory for the scales of a layer's K and V, [S, G] fp32 each; none but for FP8."""
         if self.kv_dtype != FP8:
@@ -143,7 +138,7 @@ class Backend(Protocol):
         """Write k and v where the plan's write_slot and write_offset say; not where -1.
 
         Args:
-            k, v: [T, G, D] of `AttentionProblem.new_kv_dtype`.
+            k, v: [T, G, D] in the dtype of q; rounded to that of the pool.
         """
         ...
 
@@ -244,8 +239,8 @@ def check_append(k: Tensor, v: Tensor, kv: LayerKV, plan: AttentionPlan) -> None
     for name, x in (("k", k), ("v", v)):
         if x.dim() != 3 or x.shape[1:] != (p.num_kv_heads, p.head_dim):
             raise BackendError(f"{name} is {tuple(x.shape)}, expected [T, {p.num_kv_heads}, {p.head_dim}]")
-        if x.dtype != p.new_kv_dtype or x.device.type != p.device:
-            raise BackendError(f"{name} is {x.dtype} on {x.device.type}, the pool takes {p.new_kv_dtype} on {p.device}")
+        if x.dtype != p.dtype or x.device.type != p.device:
+            raise BackendError(f"{name} is {x.dtype} on {x.device.type}, the pool takes {p.dtype} on {p.device}")
         if len(x) != plan.num_rows:
             raise PlanError(f"{name} has {len(x)} rows, the plan has {plan.num_rows}")
     if plan.chunk_size != p.chunk_size:

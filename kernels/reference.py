@@ -158,7 +158,7 @@ class ReferenceBackend:
                 first = offset == 0
                 scales[slot[first]] = first_token_scale(new[first])
                 new = (new.float() / scales[slot][:, :, None]).clamp(-448.0, 448.0).to(FP8)
-            tiles[slot, :, offset] = new
+            tiles[slot, :, offset] = new.to(tiles.dtype)
 
     def copy_rows(self, kv: LayerKV, src_slot: int, dst_slot: int, num_rows: int) -> None:
         check_slot(kv, src_slot)

@@ -27,9 +27,9 @@ class DecoderOps(Protocol):
         ...
 
     def rope_qkv(
-        self, qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int, kv_dtype: torch.dtype
+        self, qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Split [T, (H + 2G) D] into rotated q [T, H, D] and k [T, G, D], and v [T, G, D], K and V in kv_dtype."""
+        """Split [T, (H + 2G) D] into rotated q [T, H, D] and k [T, G, D], and v [T, G, D]."""
         ...
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
@@ -47,10 +47,9 @@ class CpuOps:
         return cpu_ops.rms_norm(x, weight, eps, residual=residual)
 
     def rope_qkv(
-        self, qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int, kv_dtype: torch.dtype
+        self, qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = cpu_ops.rope_qkv(qkv, cos, sin, num_heads, num_kv_heads)
-        return q, k.to(kv_dtype), v.to(kv_dtype)
+        return cpu_ops.rope_qkv(qkv, cos, sin, num_heads, num_kv_heads)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return cpu_ops.silu_mul(gate_up)
@@ -75,7 +74,7 @@ class TorchOps:
         return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
     def rope_qkv(
-        self, qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int, kv_dtype: torch.dtype
+        self, qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         head_dim = qkv.shape[1] // (num_heads + 2 * num_kv_heads)
         heads = qkv.view(len(qkv), -1, head_dim)
@@ -86,7 +85,7 @@ class TorchOps:
             return x * cos + torch.cat((-second, first), dim=-1) * sin
 
         q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
-        return rotate(q), rotate(k).to(kv_dtype), v.to(kv_dtype)
+        return rotate(q), rotate(k), v
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)

@@ -17,6 +17,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from chunkserve.cluster.collectives import Collectives
 from chunkserve.cluster.share import HeadShare, Share
+from chunkserve.kernels.cpu_decoder import DecoderLayers, LayerWeights
+from chunkserve.kernels.cpu_ops import PackedLinear
+from chunkserve.kernels.cpu_tpp import CpuBackend
 from chunkserve.kernels.dispatch import AttentionProblem
 from chunkserve.kernels.plan import AttentionPlan
 
@@ -149,6 +152,8 @@ class Decoder:
         head = "model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight"
         self._head = self._ops.linear(weights.rows(head, vocab[rank]), None)
         self._cos, self._sin = _rotary_tables(folder, max_tokens, device)
+        self._scale = config.head_dim**-0.5
+        self._native: tuple[KVStore, DecoderLayers] | None = None
 
     def problems(self, chunk_size: int) -> tuple[AttentionProblem, ...]:
         """This rank's attention, by layers."""
@@ -160,31 +165,50 @@ class Decoder:
         self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan, kv: KVStore, logit_rows: Tensor
     ) -> Tensor:
         """One step; see `Model.forward`."""
-        config, ops = self.config, self._ops
-        num_heads, num_kv_heads = self._heads.num_heads, self._heads.num_kv_heads
-        eps, scale = config.norm_eps, config.head_dim**-0.5
+        config = self.config
         cos, sin = self._cos[positions], self._sin[positions]
         x = F.embedding(token_ids, self._embedding).to(self.activation_dtype)
-        h = ops.rms_norm(x, self._layers[0].input_norm, eps)
-        # Each layer ends with the norm that the next one begins with: adding and normalising are one pass.
-        next_norms = [layer.input_norm for layer in self._layers[1:]] + [self._final_norm]
-        for layer, layer_kv, next_norm in zip(self._layers, kv.layers, next_norms, strict=True):
-            qkv = layer.qkv(h)
-            if layer.head_norms is not None:
-                norm_heads(ops, qkv, layer.head_norms, num_heads, num_kv_heads, eps)
-            q, k, v = ops.rope_qkv(qkv, cos, sin, num_heads, num_kv_heads, layer_kv.problem.new_kv_dtype)
-            kv.backend.append(layer_kv, k, v, plan)
-            attended = kv.backend.attend(q, layer_kv, plan, scale=scale)
-            output = self._whole(layer.output, attended.view(len(x), -1))
-            h = ops.rms_norm(x, layer.mlp_norm, eps, residual=output)
-            down = self._whole(layer.down, ops.silu_mul(layer.gate_up(h)))
-            h = ops.rms_norm(x, next_norm, eps, residual=down)
+        h = self._ops.rms_norm(x, self._layers[0].input_norm, config.norm_eps)
+        if (native := self._native_layers(kv)) is not None:
+            native(x, h, cos, sin, plan)
+        else:
+            h = self._run_layers(x, h, cos, sin, plan, kv)
         if not len(logit_rows):
             return torch.empty((0, config.vocab_size), device=self.device)
         logits = self._head(h[logit_rows]).float()
         if self.collectives is None:
             return logits
         return self.collectives.gather_columns(logits, self._vocab_widths)
+
+    def _run_layers(self, x: Tensor, h: Tensor, cos: Tensor, sin: Tensor, plan: AttentionPlan, kv: KVStore) -> Tensor:
+        """All layers, piece by piece: x [T, hidden] and its normalised form in, the normalised result out."""
+        ops, eps = self._ops, self.config.norm_eps
+        num_heads, num_kv_heads = self._heads.num_heads, self._heads.num_kv_heads
+        for layer, layer_kv, next_norm in zip(self._layers, kv.layers, self._next_norms(), strict=True):
+            qkv = layer.qkv(h)
+            if layer.head_norms is not None:
+                norm_heads(ops, qkv, layer.head_norms, num_heads, num_kv_heads, eps)
+            q, k, v = ops.rope_qkv(qkv, cos, sin, num_heads, num_kv_heads)
+            kv.backend.append(layer_kv, k, v, plan)
+            attended = kv.backend.attend(q, layer_kv, plan, scale=self._scale)
+            output = self._whole(layer.output, attended.view(len(x), -1))
+            h = ops.rms_norm(x, layer.mlp_norm, eps, residual=output)
+            down = self._whole(layer.down, ops.silu_mul(layer.gate_up(h)))
+            h = ops.rms_norm(x, next_norm, eps, residual=down)
+        return h
+
+    def _next_norms(self) -> list[Tensor]:
+        """The norm that each layer ends with, which is the next one's first: adding and normalising are one pass."""
+        return [layer.input_norm for layer in self._layers[1:]] + [self._final_norm]
+
+    def _native_layers(self, kv: KVStore) -> DecoderLayers | None:
+        """All layers over this pool as one call, where nothing comes between their products."""
+        if not isinstance(self._ops, CpuOps) or self.collectives is not None or kv.backend.name != CpuBackend.name:
+            return None
+        if self._native is None or self._native[0] is not kv:
+            weights = [_native_weights(*pair) for pair in zip(self._layers, self._next_norms(), strict=True)]
+            self._native = kv, DecoderLayers(weights, kv.layers, eps=self.config.norm_eps, scale=self._scale)
+        return self._native[1]
 
     def _whole(self, linear: Linear, x: Tensor) -> Tensor:
         """The sum over ranks of their parts of a product."""
@@ -234,6 +258,16 @@ class Decoder:
             torch.cat([weights.rows(f"{prefix}{name}.weight", rows) for name, rows in parts]),
             weights.joined_bias([(f"{prefix}{name}.bias", rows) for name, rows in parts]),
         )
+
+
+def _native_weights(layer: Layer, next_norm: Tensor) -> LayerWeights:
+    products = (layer.qkv, layer.output, layer.gate_up, layer.down)
+    qkv, output, gate_up, down = (product for product in products if isinstance(product, PackedLinear))
+    q_norm, k_norm = layer.head_norms or (None, None)
+    return LayerWeights(
+        qkv=qkv, q_norm=q_norm, k_norm=k_norm, output=output, mlp_norm=layer.mlp_norm, gate_up=gate_up, down=down,
+        next_norm=next_norm,
+    )  # fmt: skip
 
 
 class _Weights:

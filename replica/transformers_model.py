@@ -178,7 +178,7 @@ class TransformersModel:
         layer = kv.layers[step.next_layer]
         step.next_layer += 1
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        k, v = (x.to(layer.problem.new_kv_dtype) for x in (k, v))
+        k, v = (x.to(layer.problem.dtype) for x in (k, v))
         kv.backend.append(layer, k, v, step.plan)
         attended = kv.backend.attend(
             q.to(self.dtype),

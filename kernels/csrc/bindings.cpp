@@ -14,6 +14,7 @@ void register_attention(nb::module_& m);
 void register_plan(nb::module_& m);
 void register_linear(nb::module_& m);
 void register_rowwise(nb::module_& m);
+void register_decoder(nb::module_& m);
 void register_probe(nb::module_& m);
 
 namespace {
@@ -44,5 +45,6 @@ NB_MODULE(_cpu, m) {
   chunkserve::register_attention(m);
   chunkserve::register_linear(m);
   chunkserve::register_rowwise(m);
+  chunkserve::register_decoder(m);
   chunkserve::register_probe(m);
 }

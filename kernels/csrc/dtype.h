@@ -5,4 +5,6 @@ namespace chunkserve {
 
 enum class DType : int { f32 = 0, bf16 = 1, f16 = 2, f8_e4m3 = 3 };
 
+constexpr int element_bytes(DType dtype) { return dtype == DType::f32 ? 4 : dtype == DType::f8_e4m3 ? 1 : 2; }
+
 }  // namespace chunkserve

@@ -10,6 +10,7 @@
 #include <optional>
 
 #include "isa.h"
+#include "linear_cpu.h"
 #include "linear_cpu_kernels.h"
 #include "tensor.h"
 #include "thread_pool.h"
@@ -107,45 +108,56 @@ void linear_rows(LinearJob job, const LinearKernels& kernels) {
   });
 }
 
+}  // namespace
+
+void multiply(const PackedWeight& w, const void* x, DType x_dtype, long rows, void* out, DType out_dtype) {
+  if (rows == 0 || w.n == 0) return;
+  const LinearKernels& kernels = kernels_in_force();
+  const long num_blocks = (rows + kLinearMaxRows - 1) / kLinearMaxRows;
+  const long k_padded = (w.k + kLinearBlockK - 1) / kLinearBlockK * kLinearBlockK;
+  static thread_local Scratch scratch;
+  char* packed_x = scratch.at_least(std::min<long>(rows, kLinearMaxRows) * k_padded * sizeof(float));
+  for (long block = 0; block < num_blocks; ++block) {
+    const long first = block * rows / num_blocks;
+    linear_rows({.x = static_cast<const char*>(x) + first * w.k * element_bytes(x_dtype),
+                 .x_dtype = x_dtype,
+                 .weight = w.packed,
+                 .weight_dtype = w.dtype,
+                 .bias = w.bias,
+                 .out = static_cast<char*>(out) + first * w.n * element_bytes(out_dtype),
+                 .out_dtype = out_dtype,
+                 .num_rows = (block + 1) * rows / num_blocks - first,
+                 .n = w.n,
+                 .k = w.k,
+                 .packed_x = packed_x},
+                kernels);
+  }
+}
+
+PackedWeight packed_weight(const TensorArg& packed_arg, const std::optional<TensorArg>& bias_arg, long n, long k) {
+  const Tensor packed("packed", packed_arg, 2);
+  packed.require_shape({panels_of(n), panel_elements(k)}, {});
+  const float* bias = nullptr;
+  if (bias_arg) {
+    const Tensor b("bias", *bias_arg, 1);
+    b.require_shape({n}, {&packed});
+    b.require_dtype(DType::f32);
+    bias = b.as<float>();
+  }
+  return {.packed = packed.data, .dtype = packed.dtype, .bias = bias, .n = n, .k = k};
+}
+
+namespace {
+
 // out [t, n] = x [t, k] W^T + bias, W packed by pack_linear.
 void linear(const TensorArg& x_arg, const TensorArg& packed_arg, const std::optional<TensorArg>& bias_arg,
             const TensorArg& out_arg) {
   const Tensor x("x", x_arg, 2);
-  const Tensor packed("packed", packed_arg, 2);
   const Tensor out("out", out_arg, 2);
-  const long t = x.shape[0], k = x.shape[1], n = out.shape[1];
-  out.require_shape({t, n}, {&x});
-  packed.require_shape({panels_of(n), panel_elements(k)}, {&x, &out});
-  const float* bias = nullptr;
-  if (bias_arg) {
-    const Tensor b("bias", *bias_arg, 1);
-    b.require_shape({n}, {&out});
-    b.require_dtype(DType::f32);
-    bias = b.as<float>();
-  }
-  if (t == 0 || n == 0) return;
-
+  out.require_shape({x.shape[0], out.shape[1]}, {&x});
+  const PackedWeight weight = packed_weight(packed_arg, bias_arg, out.shape[1], x.shape[1]);
   nb::gil_scoped_release release;
-  const LinearKernels& kernels = kernels_in_force();
-  const long num_blocks = (t + kLinearMaxRows - 1) / kLinearMaxRows;
-  const long k_padded = (k + kLinearBlockK - 1) / kLinearBlockK * kLinearBlockK;
-  static thread_local Scratch scratch;
-  char* packed_x = scratch.at_least(std::min<long>(t, kLinearMaxRows) * k_padded * sizeof(float));
-  for (long block = 0; block < num_blocks; ++block) {
-    const long first = block * t / num_blocks;
-    linear_rows({.x = x.row(first),
-                 .x_dtype = x.dtype,
-                 .weight = packed.data,
-                 .weight_dtype = packed.dtype,
-                 .bias = bias,
-                 .out = out.row(first),
-                 .out_dtype = out.dtype,
-                 .num_rows = (block + 1) * t / num_blocks - first,
-                 .n = n,
-                 .k = k,
-                 .packed_x = packed_x},
-                kernels);
-  }
+  multiply(weight, x.data, x.dtype, x.shape[0], out.data, out.dtype);
 }
 
 }  // namespace

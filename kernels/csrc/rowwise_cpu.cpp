@@ -32,12 +32,23 @@ constexpr long kTaskElements = 16384;
 
 template <class Job>
 void for_rows(long rows, long row_elements, void (*kernel)(const Job&, long, long), const Job& job) {
-  nb::gil_scoped_release release;
   const long task_rows = std::max<long>(1, kTaskElements / std::max<long>(1, row_elements));
   parallel_for(static_cast<int>((rows + task_rows - 1) / task_rows), [&](int task, int) {
     kernel(job, task * task_rows, std::min(rows, (task + 1) * task_rows));
   });
 }
+
+}  // namespace
+
+void by_rows(const RmsNormJob& job, long rows) { for_rows(rows, job.size, kernels_in_force().rms_norm, job); }
+
+void by_rows(const RopeJob& job, long rows) {
+  for_rows(rows, (job.num_heads + 2 * job.num_kv_heads) * job.head_dim, kernels_in_force().rope_qkv, job);
+}
+
+void by_rows(const SiluMulJob& job, long rows) { for_rows(rows, 2 * job.size, kernels_in_force().silu_mul, job); }
+
+namespace {
 
 // out = x / rms(x) * weight by rows of x [t, size]; with a residual, x += residual first.
 void rms_norm(const TensorArg& x_arg, const std::optional<TensorArg>& residual_arg, const TensorArg& weight_arg,
@@ -63,7 +74,8 @@ void rms_norm(const TensorArg& x_arg, const std::optional<TensorArg>& residual_a
                        .out = out.data,
                        .out_dtype = out.dtype,
                        .size = x.shape[1]};
-  for_rows(x.shape[0], x.shape[1], kernels_in_force().rms_norm, job);
+  nb::gil_scoped_release release;
+  by_rows(job, x.shape[0]);
 }
 
 // qkv [t, (h + 2g) d] -> q [t, h, d] and k [t, g, d] rotated by cos, sin [t, d / 2], v [t, g, d].
@@ -95,7 +107,8 @@ void rope_qkv(const TensorArg& qkv_arg, const TensorArg& cos_arg, const TensorAr
                     .num_heads = h,
                     .num_kv_heads = g,
                     .head_dim = d};
-  for_rows(t, qkv.shape[1], kernels_in_force().rope_qkv, job);
+  nb::gil_scoped_release release;
+  by_rows(job, t);
 }
 
 // out [t, m] = silu(gate) * up, gate_up [t, 2 m].
@@ -108,7 +121,8 @@ void silu_mul(const TensorArg& gate_up_arg, const TensorArg& out_arg) {
                        .out = out.data,
                        .out_dtype = out.dtype,
                        .size = out.shape[1]};
-  for_rows(out.shape[0], gate_up.shape[1], kernels_in_force().silu_mul, job);
+  nb::gil_scoped_release release;
+  by_rows(job, out.shape[0]);
 }
 
 }  // namespace

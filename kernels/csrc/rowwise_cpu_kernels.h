@@ -39,6 +39,11 @@ struct SiluMulJob {
   long size;
 };
 
+// All rows, split over the threads.
+void by_rows(const RmsNormJob& job, long rows);
+void by_rows(const RopeJob& job, long rows);
+void by_rows(const SiluMulJob& job, long rows);
+
 struct RowwiseKernels {
   void (*rms_norm)(const RmsNormJob& job, long first, long last);
   void (*rope_qkv)(const RopeJob& job, long first, long last);

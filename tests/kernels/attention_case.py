@@ -103,7 +103,7 @@ def fill(backend: Backend, kv: LayerKV, case: Case, *, seed: int = 0, poison: bo
         chunk_size=case.chunk_size,
     )
     k, v = (torch.randn(plan.num_rows, p.num_kv_heads, p.head_dim, generator=generator) * spread for _ in range(2))
-    backend.append(kv, k.to(p.new_kv_dtype).to(p.device), v.to(p.new_kv_dtype).to(p.device), plan)
+    backend.append(kv, k.to(p.device, p.dtype), v.to(p.device, p.dtype), plan)
 
 
 def random_q(case: Case, problem: AttentionProblem, *, seed: int = 1) -> Tensor:

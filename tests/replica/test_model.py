@@ -79,6 +79,21 @@ def test_logits_equal_those_of_transformers(tmp_path: Path, name: str) -> None:
     torch.testing.assert_close(logits_in_two_steps(model, token_ids, 37), want, atol=2e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_layers_in_one_call_have_the_bits_of_their_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype
+) -> None:
+    save(tmp_path, **CONFIGS[name])
+    model = Decoder(tmp_path, dtype=dtype, max_tokens=128)
+    token_ids = torch.randint(101, (70,), generator=torch.Generator().manual_seed(4)).tolist()
+    kv = store(model)
+    assert model._native_layers(kv) is model._native_layers(kv) is not None
+    together = logits_in_two_steps(model, token_ids, 69)
+    monkeypatch.setattr(model, "_native_layers", lambda kv: None)
+    assert torch.equal(together, logits_in_two_steps(model, token_ids, 69))
+
+
 @pytest.mark.parametrize(
     ("name", "num_ranks"),
     [("smollm_like", 2), ("smollm_like", 3), ("smollm_like", 4), ("biases", 2), ("llama2_like", 4), ("llama3_like", 4)],
@@ -133,7 +148,7 @@ def test_native_ops_equal_torch() -> None:
     torch.testing.assert_close(*sums)
     torch.testing.assert_close(native.silu_mul(x), plain.silu_mul(x))
     angles = random(5, 8)
-    split = [ops.rope_qkv(random_qkv, angles.cos(), angles.sin(), 2, 1, torch.bfloat16)
+    split = [ops.rope_qkv(random_qkv, angles.cos(), angles.sin(), 2, 1)
              for random_qkv in [random(5, 64)] for ops in (native, plain)]  # fmt: skip
     for one, other in zip(*split, strict=True):
         torch.testing.assert_close(one, other)
