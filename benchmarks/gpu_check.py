@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from torch import Tensor
 from chunkserve.kernels.dispatch import (
     FP8,
     AttentionProblem,
-    Backend,
+    GraphBackend,
     LayerKV,
     backend_matrix,
     select_backend,
@@ -51,14 +51,6 @@ PAPER_US = {
     (4096, 3072): 477.66,
     (4096, 4096): 206.22,
 }
-
-
-class GpuBackend(Backend, Protocol):
-    """What both GPU backends have beyond the contract."""
-
-    def reserve(self, kv: LayerKV, *, plan_ints: int, partials: int) -> None: ...
-
-    def stage(self, kv: LayerKV, plan: AttentionPlan) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +151,7 @@ REPLAYED = [
 ]
 
 
-def filled(backend: GpuBackend, problem: AttentionProblem, num_slots: int) -> LayerKV:
+def filled(backend: GraphBackend, problem: AttentionProblem, num_slots: int) -> LayerKV:
     """Every slot holds random numbers."""
     kv = backend.allocate(problem, num_slots)
     generator = torch.Generator(problem.device).manual_seed(0)
@@ -179,17 +171,17 @@ def queries(problem: AttentionProblem, batch: Batch) -> Tensor:
     return torch.randn(shape, generator=generator, device=problem.device).to(problem.dtype)
 
 
-def options_for(backend: GpuBackend, problem: AttentionProblem) -> PlanOptions:
+def options_for(backend: GraphBackend, problem: AttentionProblem) -> PlanOptions:
     return PlanOptions(
         num_workers=backend.num_workers(problem), heads_per_worker_item=problem.num_kv_heads, min_split_tokens=128
     )
 
 
-def attend(backend: GpuBackend, q: Tensor, kv: LayerKV, plan: AttentionPlan, **extra: Tensor) -> Tensor:
+def attend(backend: GraphBackend, q: Tensor, kv: LayerKV, plan: AttentionPlan, **extra: Tensor) -> Tensor:
     return backend.attend(q, kv, plan, scale=kv.problem.head_dim**-0.5, **extra)
 
 
-def error_of(backend: GpuBackend, kv: LayerKV, q: Tensor, out: Tensor, batch: Batch, **extra: Tensor) -> float:
+def error_of(backend: GraphBackend, kv: LayerKV, q: Tensor, out: Tensor, batch: Batch, **extra: Tensor) -> float:
     """Largest absolute error; infinite for NaN."""
     q_lens = [batch.q_len] * len(batch.private)
     want = oracle(q, kv, backend, paths=batch.paths(), kv_lens=batch.kv_lens, q_lens=q_lens, **extra)
@@ -197,7 +189,7 @@ def error_of(backend: GpuBackend, kv: LayerKV, q: Tensor, out: Tensor, batch: Ba
     return float(torch.where(error.isnan(), torch.inf, error).max())
 
 
-def check_correctness(backend: GpuBackend, cases: list[tuple[AttentionProblem, Batch]]) -> list[dict[str, Any]]:
+def check_correctness(backend: GraphBackend, cases: list[tuple[AttentionProblem, Batch]]) -> list[dict[str, Any]]:
     rows = []
     for problem, batch in cases:
         if reason := backend.reject(problem):
@@ -216,7 +208,7 @@ def check_correctness(backend: GpuBackend, cases: list[tuple[AttentionProblem, B
     return rows
 
 
-def check_deterministic(backend: GpuBackend) -> dict[str, Any]:
+def check_deterministic(backend: GraphBackend) -> dict[str, Any]:
     """A sequence alone gives the bits that it has in a batch, with sharing on."""
     problem = problem_of(torch.float16, 32, 8, 128)
     batch = Batch(shared=2048, private=(1, 63, 64, 65, 500) * 4)
@@ -244,7 +236,7 @@ def captured(run: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
     return graph, out
 
 
-def check_graph(backend: GpuBackend) -> dict[str, Any]:
+def check_graph(backend: GraphBackend) -> dict[str, Any]:
     """One graph serves trees of other shapes and lengths: the same bits as a plain call."""
     problem = problem_of(torch.float16, 32, 8, 128)
     kv = filled(backend, problem, max(batch.num_slots for batch in REPLAYED))
@@ -335,7 +327,7 @@ def flashinfer_us(problem: AttentionProblem, batch: Batch, repeats: int) -> dict
 
 
 def table_rows(
-    backends: list[GpuBackend], machine: Machine, repeats: int, *, with_flashinfer: bool
+    backends: list[GraphBackend], machine: Machine, repeats: int, *, with_flashinfer: bool
 ) -> list[dict[str, Any]]:
     rows = []
     for problem, n_p, n_s, batch in TABLE:
@@ -404,7 +396,7 @@ def main() -> int:
         print(f"no GPU: torch {torch.__version__} finds no CUDA device, so no kernel ran and nothing is written")
         return 2
 
-    backends: list[GpuBackend] = []
+    backends: list[GraphBackend] = []
     for name, reason in backend_matrix(TABLE[0][0]):
         print(f"backend {name}: {reason or 'usable'}")
         if name in BACKENDS and reason is None:

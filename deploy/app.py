@@ -138,6 +138,7 @@ def replica_options(config: ServeConfig) -> ReplicaOptions:
         max_waiting=config.max_waiting_requests,
         prefix_sharing=config.prefix_sharing,
         retain_prefixes=config.retain_prefixes,
+        cuda_graphs=config.cuda_graphs,
         deterministic=config.deterministic,
         max_grammar_compile_s=config.max_grammar_compile_s,
     )

@@ -74,6 +74,7 @@ class ServeConfig(BaseModel):
     max_running_sequences: int = Field(default=64, ge=1, le=65_536)
     max_step_tokens: _AutoCount = "auto"
     max_waiting_requests: int = Field(default=256, ge=0)
+    cuda_graphs: bool = True
     deterministic: bool = False
 
     max_choices: int = Field(default=16, ge=1, le=1024)

@@ -137,6 +137,10 @@ class CudaBackend:
             lane.partial_out = lane.partial_out.new_empty(rows, *lane.partial_out.shape[1:])
             lane.partial_lse_log2 = lane.partial_lse_log2.new_empty(rows, *lane.partial_lse_log2.shape[1:])
 
+    def release(self, kv: LayerKV) -> None:
+        """No captured graph of this problem will be replayed again, so that memory may move."""
+        self._lane(kv.problem, kv.k.device).captured = False
+
     def stage(self, kv: LayerKV, plan: AttentionPlan) -> None:
         """Bring a plan to the device unless it is there, on the current stream, without waiting.
 

@@ -197,6 +197,25 @@ def attend(
     return get_backend(kv.backend).attend(q, kv, plan, scale=scale, alibi_slopes=alibi_slopes, sinks=sinks)
 
 
+class GraphBackend(Backend, Protocol):
+    """What backends for GPUs have beside, so that a CUDA graph captured over one plan serves the next ones.
+
+    `reserve` for the largest plan, `stage` a plan, capture; before each replay `stage` the plan that it shall follow.
+    """
+
+    def reserve(self, kv: LayerKV, *, plan_ints: int, partials: int) -> None:
+        """Make room for plans of so many numbers (twice `len(plan.data)` is enough) and partial results."""
+        ...
+
+    def stage(self, kv: LayerKV, plan: AttentionPlan) -> None:
+        """Bring a plan to the device, for all layers of the problem."""
+        ...
+
+    def release(self, kv: LayerKV) -> None:
+        """No captured graph of this problem will be replayed again, so that memory may move."""
+        ...
+
+
 def check_attend(
     q: Tensor,
     kv: LayerKV,

@@ -49,6 +49,11 @@ def tasks_of(plan: AttentionPlan, class_rows: Sequence[int], group: int) -> list
     return out
 
 
+def is_capturing(x: Tensor) -> bool:
+    """Whether what is launched on the tensor's device goes into a CUDA graph now."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 class StagedPlan:
     """The plan that a device holds now.
 
@@ -95,7 +100,7 @@ class StagedPlan:
         first_pos = int(plan.row_pos[0]) if plan.num_rows else 0
         if plan is self._plan and first_pos == self._first_pos:
             return
-        if self.array.is_cuda and torch.cuda.is_current_stream_capturing():
+        if is_capturing(self.array):
             raise BackendError("a CUDA graph is being captured and the plan is not on the device: stage it before")
         if plan is self._plan and first_pos > self._first_pos and plan.added_chunks == self._added_chunks:
             kernels.grow_kernel[(1,)](self.array, first_pos - self._first_pos, BLOCK=256)

@@ -16,7 +16,7 @@ from . import triton_kernels as kernels
 from .dispatch import FP8, AttentionProblem, BackendError, LayerKV, check_append, check_attend, check_slot
 from .plan import AttentionPlan
 from .reference import read_plain_chunk
-from .triton_plan import StagedPlan
+from .triton_plan import StagedPlan, is_capturing
 from .triton_tiles import Tile, tiles_for
 
 LOG2_E = 1.4426950408889634
@@ -92,10 +92,16 @@ class TritonBackend:
             kv: any layer of the problem.
             plan_ints: numbers of the largest plan with its tasks; twice `len(plan.data)` is enough.
             partials: of the largest plan (`AttentionPlan.num_partials`).
+        Raises:
+            BackendError: a captured graph holds what is too small (see `release`).
         """
         lane = self._lane(kv.problem, kv.k.device)
         lane.staged.reserve(plan_ints)
         _reserve_partials(lane, partials)
+
+    def release(self, kv: LayerKV) -> None:
+        """No captured graph of this problem will be replayed again, so that memory may move."""
+        self._lane(kv.problem, kv.k.device).staged.frozen = False
 
     def stage(self, kv: LayerKV, plan: AttentionPlan) -> None:
         """Bring a plan to the device; `append` and `attend` do so themselves, a replay of a CUDA graph cannot."""
@@ -156,7 +162,7 @@ class TritonBackend:
         self.stage(kv, plan)
         lane = self._lane(p, q.device)
         q = q if q.stride(2) == 1 else q.contiguous()
-        capturing = q.is_cuda and torch.cuda.is_current_stream_capturing()
+        capturing = is_capturing(q)
         if capturing:
             lane.staged.freeze()
         logit_scale, softcap_log2 = scale * LOG2_E, 0.0
@@ -277,10 +283,8 @@ def _reserve_partials(lane: _Lane, partials: int) -> None:
     have = len(lane.partial_out)
     if partials <= have:
         return
-    if lane.partial_out.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise BackendError(
-            f"a CUDA graph is being captured and {partials} partials do not fit {have}: call reserve before"
-        )
+    if lane.staged.frozen or is_capturing(lane.partial_out):
+        raise BackendError(f"{partials} partials do not fit the {have} that a CUDA graph holds: call reserve before")
     rows = max(partials, 2 * have)
     lane.partial_out = lane.partial_out.new_empty(rows, *lane.partial_out.shape[1:])
     lane.partial_lse_log2 = lane.partial_lse_log2.new_empty(rows, lane.partial_lse_log2.shape[1])

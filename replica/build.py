@@ -17,6 +17,7 @@ from chunkserve.kernels.dispatch import FP8, AttentionProblem, Backend, select_b
 from chunkserve.kernels.plan import PlanOptions
 
 from .chunk_hash import ChunkScheme
+from .decode_graphs import CudaCapture, DecodeGraphs
 from .engine import Emit, Engine, EngineConfig, build_tree
 from .fake import FakeModelRunner
 from .follower import Follower
@@ -184,7 +185,14 @@ def _build_runner(options: ReplicaOptions, place: Membership | None) -> tuple[Mo
         folder.name, type(model).__name__, rank, num_ranks, sizes.device, sizes.dtype, sizes.backend.name,
         sizes.num_threads, num_slots, num_slots * sizes.chunk_bytes,
     )  # fmt: skip
-    return ModelRunner(model, kv), _engine_config(options, sizes, config.eos_token_ids, num_slots)
+    graphs = None
+    if sizes.device == "cuda" and options.cuda_graphs and isinstance(model, Decoder) and place is None:
+        graphs = DecodeGraphs(
+            model.forward, kv, device=sizes.device, max_rows=options.max_running, capture=CudaCapture()
+        )  # fmt: skip
+        with torch.inference_mode():
+            graphs.capture_all()
+    return ModelRunner(model, kv, graphs), _engine_config(options, sizes, config.eos_token_ids, num_slots)
 
 
 def _engine_config(

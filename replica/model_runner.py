@@ -8,6 +8,7 @@ from torch import Tensor
 from chunkserve.cluster.collectives import Collectives
 from chunkserve.kernels.plan import AttentionPlan
 
+from .decode_graphs import DecodeGraphs
 from .kv_store import KVStore
 from .model_config import ModelConfig
 from .scheduler import Batch
@@ -44,11 +45,12 @@ class Model(Protocol):
 
 
 class ModelRunner:
-    """The model and its KV memory."""
+    """The model and its KV memory; with `graphs` for the steps that only decode."""
 
-    def __init__(self, model: Model, kv: KVStore) -> None:
+    def __init__(self, model: Model, kv: KVStore, graphs: DecodeGraphs | None = None) -> None:
         self.model = model
         self.kv = kv
+        self.graphs = graphs
 
     @torch.inference_mode()
     def run(self, batch: Batch, plan: AttentionPlan) -> Tensor:
@@ -65,6 +67,11 @@ class ModelRunner:
             token_ids += sequence.token_ids[sequence.num_computed : row.end]
             if row.samples:
                 last_rows.append(len(token_ids) - 1)
+        if self.graphs is not None:
+            self.graphs.make_room(plan)
+            decodes = len(token_ids) == len(last_rows) == len(batch.rows)
+            if decodes and (logits := self.graphs.run(token_ids, plan)) is not None:
+                return logits
         device = self.model.device
         return self.model.forward(
             torch.tensor(token_ids, device=device),

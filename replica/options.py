@@ -24,6 +24,7 @@ class ReplicaOptions:
     pool_bytes, pool_chunks: size of the KV pool of each rank, one of them; None and None is a share of the free memory.
     max_sequence_tokens: None is the model's context.
     max_step_tokens: None is 128 on CPUs, 2048 on GPUs, and at least max_running.
+    cuda_graphs: on GPUs, steps that only decode are replayed from CUDA graphs (replica/decode_graphs.py).
     deterministic: the same bits for a request whoever shares its batch, and whether its prefix is found or computed.
     simulated_step: for load tests of what surrounds the model: no weights are loaded, steps take so long, and answers
         mean nothing (replica/fake.py). No knob of the server sets it.
@@ -46,6 +47,7 @@ class ReplicaOptions:
     max_waiting: int = 256
     prefix_sharing: bool = True
     retain_prefixes: bool = True
+    cuda_graphs: bool = True
     deterministic: bool = False
     max_grammar_compile_s: float = 1.0
     simulated_step: StepTime | None = None

@@ -355,6 +355,17 @@ def test_per_head_numbers_of_another_shape_are_refused():
         attend(q, kv, TREE.plan(), sinks=torch.zeros(5, device=DEVICE))
 
 
+def test_partial_results_that_a_graph_holds_do_not_move():
+    backend, kv, _ = _filled(_problem(), TREE)
+    backend.reserve(kv, plan_ints=8192, partials=10)
+    backend._lane(kv.problem, kv.k.device).staged.freeze()
+    backend.reserve(kv, plan_ints=8192, partials=10)
+    with pytest.raises(BackendError, match="11 partials do not fit the 10 that a CUDA graph holds"):
+        backend.reserve(kv, plan_ints=0, partials=11)
+    backend.release(kv)
+    backend.reserve(kv, plan_ints=0, partials=11)
+
+
 @pytest.mark.skipif(triton_tpp.INTERPRETED, reason="captures a CUDA graph")
 def test_a_captured_graph_serves_later_plans():
     problem = _problem(torch.float16, (8, 2), 64, 64)
