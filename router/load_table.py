@@ -1,7 +1,7 @@
 """How much work each replica has, in seconds, as one router knows it: reports, and its own requests since then."""
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,7 +40,7 @@ class LoadTable:
         self._reports: dict[int, RoutingReport] = {}
         self._open: dict[str, _Reservation] = {}
         self._since: dict[int, dict[str, _Reservation]] = {}  # not in the last report, oldest first
-        self._sharers: Counter[tuple[int, bytes]] = Counter()
+        self._sharers: defaultdict[bytes, Counter[int]] = defaultdict(Counter)  # by anchor and row
         self._size = 0
         self._own_us = np.zeros(0, np.int64)  # prompts of ours without a first token
         self._since_us = np.zeros(0, np.int64)  # of those, sent after the last report
@@ -100,7 +100,7 @@ class LoadTable:
         self._since_us[row] += held.work_us
         self._in_flight[row] += 1
         self._sent_since[row] += 1
-        self._sharers[row, anchor] += 1
+        self._sharers[anchor][row] += 1
         if now_s > self._sent_at_s:
             self._sent_s *= math.exp((self._sent_at_s - now_s) / _SENT_DECAY_S)
             self._sent_at_s = now_s
@@ -165,7 +165,10 @@ class LoadTable:
 
     def num_sharers(self, rows: NDArray[np.int64], anchor: bytes) -> NDArray[np.int64]:
         """[rows] open requests of ours with this anchor."""
-        return np.fromiter((self._sharers.get((int(row), anchor), 0) for row in rows), np.int64, len(rows))
+        counts = np.zeros(self._size, np.int64)
+        for row, count in self._sharers.get(anchor, {}).items():
+            counts[row] = count
+        return counts[rows]
 
     def _drop(self, key: str) -> None:
         held = self._open.pop(key, None)
@@ -180,10 +183,12 @@ class LoadTable:
             self._sent_since[row] -= 1
             if not held.is_prefilled:
                 self._since_us[row] -= held.work_us
-        shared = (row, held.anchor)
-        self._sharers[shared] -= 1
-        if not self._sharers[shared]:
-            del self._sharers[shared]
+        sharers = self._sharers[held.anchor]
+        sharers[row] -= 1
+        if not sharers[row]:
+            del sharers[row]
+        if not sharers:
+            del self._sharers[held.anchor]
 
     def _grow(self, size: int) -> None:
         size = max(size, 2 * self._size)
@@ -211,4 +216,4 @@ class LoadTable:
             assert (key in self._since[held.row]) == new
         for name, sums in zip(("_in_flight", "_own_us", "_sent_since", "_since_us"), own, strict=True):
             assert np.array_equal(getattr(self, name), sums), f"{name} is not the sum over the requests"
-        assert self._sharers.total() == len(self._open)
+        assert sum(sharers.total() for sharers in self._sharers.values()) == len(self._open)

@@ -166,8 +166,11 @@ class RoutingState:
                     name, report.chunk_identity, self._chunk_identity,
                 )  # fmt: skip
                 self.index.clear_replica(replica.row)
-            if replica.report is None or trusted != replica.is_trusted or _differs(replica.report, report):
+            # Who has not reported is taken to be like the first that has, and draining ones are left out.
+            if self._arrays is None or replica.report is None or replica.report.draining != report.draining:
                 self._arrays = None
+            else:
+                self._arrays.update(name, report)
             replica.is_trusted = trusted
             replica.report = report
             self.loads.report(replica.row, report)
@@ -409,33 +412,27 @@ class _Arrays:
     """What of the replicas changes seldom, by position."""
 
     def __init__(self, replicas: Sequence[_Replica], chunk_size: int) -> None:
-        reports = [replica.report for replica in replicas]
         # Who has not reported yet is taken to be like another: a guess of our own might make it look fast.
-        like = next((report.step for report in reports if report), StepTime())
-        steps = [report.step if report else like for report in reports]
-
-        def floats(values: Sequence[float]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-            return np.array(values, np.float64)
-
+        like = next((replica.report.step for replica in replicas if replica.report), StepTime())
+        self.chunk_size = chunk_size
         self.names = [replica.name for replica in replicas]
         self.rows = np.array([replica.row for replica in replicas], np.int64)
         self.zeros = np.zeros(len(replicas), np.int64)
         self.seeds = np.array([replica.seed for replica in replicas], np.uint64)
-        self.joined_s = floats([replica.joined_s for replica in replicas])
-        self.free_tokens = floats(
-            [
-                chunk_size * (report.chunks_total - report.chunks_in_use - report.chunks_retained) if report else np.inf
-                for report in reports
-            ]
-        )
+        self.joined_s = np.array([replica.joined_s for replica in replicas], np.float64)
+        self.free_tokens = np.full(len(replicas), np.inf)
         self.cost = CostModel(
-            fixed_s=floats([step.fixed_s for step in steps]),
-            per_token_s=floats([step.per_token_s for step in steps]),
-            per_context_s=floats([step.per_context_s for step in steps]),
-            per_sequence_s=floats([step.per_sequence_s for step in steps]),
-            max_step_tokens=floats([report.max_step_tokens if report else np.inf for report in reports]),
+            fixed_s=np.full(len(replicas), like.fixed_s),
+            per_token_s=np.full(len(replicas), like.per_token_s),
+            per_context_s=np.full(len(replicas), like.per_context_s),
+            per_sequence_s=np.full(len(replicas), like.per_sequence_s),
+            max_step_tokens=np.full(len(replicas), np.inf),
         )
-        self.has_context_cost = any(step.per_context_s for step in steps)
+        self.has_context_cost = like.per_context_s > 0
+        self._at = {name: at for at, name in enumerate(self.names)}
+        for replica in replicas:
+            if replica.report:
+                self.update(replica.name, replica.report)
 
     @classmethod
     def of(cls, replicas: Sequence[_Replica], chunk_size: int) -> "_Arrays":
@@ -443,12 +440,15 @@ class _Arrays:
         staying = [replica for replica in replicas if not (replica.report and replica.report.draining)]
         return cls(staying or replicas, chunk_size)
 
-
-def _differs(one: RoutingReport, other: RoutingReport) -> bool:
-    """Whether anything in _Arrays changes."""
-    return (
-        one.step != other.step
-        or one.draining != other.draining
-        or one.max_step_tokens != other.max_step_tokens
-        or (one.chunks_in_use + one.chunks_retained) != (other.chunks_in_use + other.chunks_retained)
-    )
+    def update(self, name: str, report: RoutingReport) -> None:
+        """A replica's new report; thousands of them come between two decisions, so nothing is built anew."""
+        at = self._at.get(name)
+        if at is None:
+            return
+        cost, step = self.cost, report.step
+        cost.fixed_s[at], cost.per_token_s[at] = step.fixed_s, step.per_token_s
+        cost.per_context_s[at], cost.per_sequence_s[at] = step.per_context_s, step.per_sequence_s
+        cost.max_step_tokens[at] = report.max_step_tokens
+        self.has_context_cost |= step.per_context_s > 0
+        free = report.chunks_total - report.chunks_in_use - report.chunks_retained
+        self.free_tokens[at] = self.chunk_size * free
