@@ -1,9 +1,9 @@
-"""What does a routing decision cost? The live router's own code, CPU seconds of its thread (other programs do not count).
+"""What does a routing decision cost? The live router's own code, in CPU time of its thread: others do not count.
 
-Each case opens, routes, answers and closes requests on one router whose replicas report twice a second of its clock, with
-prompts that share beginnings: a part of each is known somewhere, the rest is new and is entered into the index. `hash` is
-the chain of digests, which the ingress computes once per request beside the decision. `match` alone reads the index.
-The index of 1 million chunks is filled with chains of 64 over 100 replicas; its memory is what tracemalloc counts.
+Each case opens, routes, answers and closes requests on one router whose replicas report while it goes on. Prompts share
+beginnings: a part of each is known somewhere, the rest is new and is entered into the index. `hash` is the chain of
+digests, which the ingress computes once per request beside the decision. `match` alone reads the index. The index of
+1 million chunks is filled with chains of 64 over 100 replicas; its memory is what tracemalloc counts.
 """
 
 import argparse
@@ -128,7 +128,7 @@ def main() -> None:
         rows.append(row)
         names = ("hash_us_p50", "match_us_p50", "decision_us_p50", "decision_us_p99", "target_us_p99")
         table.add_row(policy, f"{prompt_tokens}", f"{replicas}", *(f"{row[name] or '-'}" for name in names))
-    Console().print(table, "microseconds")
+    Console(width=120).print(table, "microseconds")
     rows.append(index_memory(entries))
     bytes_each = rows[-1]["index_bytes"] / rows[-1]["index_entries"]
     print(
