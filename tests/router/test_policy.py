@@ -126,6 +126,15 @@ def test_a_ninth_replica_moves_a_ninth_of_the_prefixes() -> None:
     assert 50 < len(moved) < 160
 
 
+def test_eight_in_place_of_four_take_half_of_the_prefixes() -> None:
+    names = [f"prompt {i}" for i in range(800)]
+    four = [choose_replica("prefix", request_of(anchor=n), view_of(4), OPTIONS).ranked[0] for n in names]
+    eight = [choose_replica("prefix", request_of(anchor=n), view_of(8), OPTIONS).ranked[0] for n in names]
+    moved = [new for old, new in zip(four, eight, strict=True) if old != new]
+    assert set(moved) == {4, 5, 6, 7}, "none moves between those that stay"
+    assert len(moved) == pytest.approx(400, abs=60)
+
+
 def test_prompts_without_a_full_chunk_spread_at_random() -> None:
     firsts = {
         choose_replica("prefix", request_of(tokens=20), view_of(4, draw=i * 7919 << 20), OPTIONS).ranked[0]
