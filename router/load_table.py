@@ -170,6 +170,12 @@ class LoadTable:
             counts[row] = count
         return counts[rows]
 
+    def hottest_anchor(self) -> tuple[bytes, int] | None:
+        """The anchor that most open requests of ours have, and how many; None without any."""
+        counts = ((sharers.total(), anchor) for anchor, sharers in self._sharers.items() if anchor)
+        requests, anchor = max(counts, default=(0, b""))
+        return (anchor, requests) if requests else None
+
     def _drop(self, key: str) -> None:
         held = self._open.pop(key, None)
         if held is None:

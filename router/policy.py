@@ -15,7 +15,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 # Why the first of the ranked replicas is the first.
-Reason = Literal["affinity", "spill", "cold", "load", "draw", "hash", "degraded"]
+Reason = Literal["affinity", "spill", "bound", "cold", "load", "draw", "hash", "degraded"]
 
 # More than this many alternatives are of no use to Serve.
 _NUM_RANKED = 8
@@ -183,6 +183,8 @@ def prefix(request: RouteRequest, view: ClusterView, options: PolicyOptions) -> 
     first = int(order[0])
     deepest = int(view.cached_tokens.max())
     reason: Reason = "cold" if deepest == 0 else "affinity" if view.cached_tokens[first] == deepest else "spill"
+    if reason == "spill" and not allowed[int(np.argmin(seconds))]:
+        reason = "bound"
     return Choice(ranked=_ranked(order), reason=reason)
 
 

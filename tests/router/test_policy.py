@@ -84,7 +84,9 @@ def test_prefix_keeps_overloaded_replicas_out_whatever_they_hold() -> None:
     view = view_of(4, cached_tokens=[0, 9000, 0, 0], work_s=[10.0, 30.0, 10.0, 10.0])
     request = request_of(tokens=10_000)
     assert choose_replica("prefix", request, view, PolicyOptions(overload=2.0)).ranked[0] == 1
-    assert choose_replica("prefix", request, view, PolicyOptions(overload=0.5)).ranked[0] != 1
+    bound = choose_replica("prefix", request, view, PolicyOptions(overload=0.5))
+    assert bound.ranked[0] != 1
+    assert bound.reason == "bound"
 
 
 def test_of_two_replicas_the_busy_one_keeps_its_prompt_while_waiting_costs_less_than_computing_it() -> None:
