@@ -49,12 +49,19 @@ class ReplicaView:
     feed_age_s: float | None
 
 
+def has_measured(report: RoutingReport) -> bool:
+    """Whether a replica knows what its steps cost. Before it has made one it reports what everybody believes at first:
+    next to replicas that have measured, that may look fast.
+    """
+    return report.step != StepTime()
+
+
 class ReplicaArrays:
-    """What of the replicas changes seldom, by position."""
+    """What of the replicas changes seldom, by position. Who has measured nothing is taken to be like one that has."""
 
     def __init__(self, replicas: Sequence[Replica], chunk_size: int) -> None:
-        # Who has not reported yet is taken to be like another: a guess of our own might make it look fast.
-        like = next((replica.report.step for replica in replicas if replica.report), StepTime())
+        reports = [replica.report for replica in replicas if replica.report]
+        like = next((report.step for report in reports if has_measured(report)), StepTime())
         self.chunk_size = chunk_size
         self.names = [replica.name for replica in replicas]
         self.rows = np.array([replica.row for replica in replicas], np.int64)
@@ -87,9 +94,10 @@ class ReplicaArrays:
         if at is None:
             return
         cost, step = self.cost, report.step
-        cost.fixed_s[at], cost.per_token_s[at] = step.fixed_s, step.per_token_s
-        cost.per_context_s[at], cost.per_sequence_s[at] = step.per_context_s, step.per_sequence_s
+        if has_measured(report):
+            cost.fixed_s[at], cost.per_token_s[at] = step.fixed_s, step.per_token_s
+            cost.per_context_s[at], cost.per_sequence_s[at] = step.per_context_s, step.per_sequence_s
+            self.has_context_cost |= step.per_context_s > 0
         cost.max_step_tokens[at] = report.max_step_tokens
-        self.has_context_cost |= step.per_context_s > 0
         free = report.chunks_total - report.chunks_in_use - report.chunks_retained
         self.free_tokens[at] = self.chunk_size * free

@@ -1,6 +1,7 @@
 """All that one router knows: index, loads, costs. Live router and simulator drive the same object."""
 
 import logging
+import math
 import random
 import threading
 from collections.abc import Iterable, Sequence
@@ -14,7 +15,7 @@ from chunkserve.replica.protocol import ChunkDelta, RoutingReport, StepTime
 from .load_table import LoadTable
 from .policy import POLICIES, Choice, ClusterView, PolicyError, PolicyOptions, Reason, RouteRequest, choose_replica
 from .prefix_index import PrefixIndex, PrefixMatch
-from .replica_arrays import Replica, ReplicaArrays, ReplicaView
+from .replica_arrays import Replica, ReplicaArrays, ReplicaView, has_measured
 from .route_counters import HottestPrefix, RouteCounters, RouteSamples
 
 logger = logging.getLogger(__name__)
@@ -148,10 +149,11 @@ class RoutingState:
                     name, report.chunk_identity, self._chunk_identity,
                 )  # fmt: skip
                 self.index.clear_replica(replica.row)
-            # Who has not reported is taken to be like the first that has, and draining ones are left out.
-            if self._arrays is None or replica.report is None or replica.report.draining != report.draining:
+            last = replica.report
+            # Those that have measured nothing are taken to be like others that have, and draining ones are left out.
+            if last is None or last.draining != report.draining or has_measured(last) != has_measured(report):
                 self._arrays = None
-            else:
+            elif self._arrays is not None:
                 self._arrays.update(name, report)
             replica.is_trusted = trusted
             replica.report = report
@@ -261,7 +263,8 @@ class RoutingState:
             match = self.index.match(ticket.digests, now_s, self._num_rows)
             ticket.predicted = min(int(match.depths[replica.row]) * self.chunk_size, ticket.prompt_tokens - 1)
             step = replica.report.step if replica.report else StepTime()
-            self.loads.reserve(key, replica.row, step.per_token_s * (ticket.prompt_tokens - ticket.predicted), now_s)
+            tokens = ticket.prompt_tokens - ticket.predicted
+            self.loads.reserve(key, replica.row, step.per_token_s * tokens, now_s, tokens=tokens, steps=1)
             if replica.is_trusted:
                 self.index.expect(ticket.digests, replica.row, now_s + _EXPECT_MARGIN_S, now_s)
 
@@ -395,7 +398,7 @@ class RoutingState:
         return ClusterView(
             seeds=arrays.seeds,
             work_s=self.loads.work_s(rows, now_s),
-            sent_s=self.loads.sent_s(rows),
+            sent_s=arrays.cost.compute_s(*self.loads.sent(rows)),
             num_requests=self.loads.num_requests(rows, now_s),
             cached_tokens=np.minimum(match.depths[rows] * self.chunk_size, request.prompt_tokens - 1),
             num_sharers=self.loads.num_sharers(rows, request.anchor) if shares else arrays.zeros,
@@ -428,7 +431,9 @@ class RoutingState:
             ticket.routed_s, ticket.expected_s = now_s, float(expected[first])
             expected[first] = np.inf
             ticket.alternative_s = float(expected.min()) if len(expected) > 1 else None
-            self.loads.reserve(key, row, prefill_s, now_s, request.anchor)
+            tokens = request.prompt_tokens - cached
+            steps = math.ceil(tokens / float(view.cost.max_step_tokens[first]))
+            self.loads.reserve(key, row, prefill_s, now_s, request.anchor, tokens=tokens, steps=steps)
             if self._replicas[name].is_trusted:
                 until_s = now_s + 2 * (float(view.work_s[first]) + prefill_s) + _EXPECT_MARGIN_S
                 self.index.expect(digests, row, until_s, now_s)

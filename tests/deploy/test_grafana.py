@@ -38,7 +38,7 @@ async def test_every_metric_of_the_dashboard_exists() -> None:
     text = ingress.text({"replica-0": LOAD}).decode()
     served = set(re.findall(r"^(chunkserve_\w+)", text, re.MULTILINE))
     # Ray puts its name before those, and _total after those that count.
-    ends = {name: ("", "_total") for name in METRIC_NAMES} | {name: ("_bucket",) for name in HISTOGRAM_NAMES}
+    ends = dict.fromkeys(METRIC_NAMES, ("", "_total")) | dict.fromkeys(HISTOGRAM_NAMES, ("_bucket",))
     served |= {f"ray_{name}{end}" for name in METRIC_NAMES for end in ends[name]}
     assert wanted - served == set()
     # What people judge the router by is all shown.

@@ -253,6 +253,32 @@ def test_a_feed_that_fails_for_a_while_leaves_what_answers_tell_and_a_snapshot_r
     state.check()
 
 
+def test_a_replica_that_has_computed_nothing_is_taken_to_be_like_one_that_has() -> None:
+    """It reports what everybody believes before the first step: beside measured ones that would look fast."""
+    state = state_of("a", "b")
+    size, digests = prompt("p", 64)
+    slow = StepTime(fixed_s=1.0, per_token_s=0.05)
+    for name, step in (("a", slow), ("b", StepTime())):
+        state.report(name, report(step=step))
+    state.index.store(digests, state._replicas["a"].row)
+    assert send(state, "1", (size, digests))[0] == "a"
+    state.report("b", report(2.0, step=StepTime(fixed_s=0.001, per_token_s=1e-3)))
+    assert send(state, "2", (size, digests), now_s=2.0)[0] == "b"
+
+
+def test_what_was_sent_counts_by_what_steps_cost_now() -> None:
+    """A machine that was busy when it was sent would seem to have had more than its share for a minute."""
+    state = state_of("a", "b")
+    for name in ("a", "b"):
+        state.report(name, report(step=StepTime(fixed_s=0.0, per_token_s=0.1)))
+    first, _ = send(state, "1", prompt("p"))
+    state.first_token("1", 0)
+    state.close("1")
+    for name in ("a", "b"):
+        state.report(name, report(2.0, step=StepTime(fixed_s=0.0, per_token_s=0.001)))
+    assert send(state, "2", prompt("p"), now_s=2.0) == (first, 399)
+
+
 def test_a_failed_replica_is_avoided_by_the_request_that_failed() -> None:
     state = state_of("a", "b")
     first, _ = send(state, "1", prompt("p"))
