@@ -24,7 +24,7 @@ import os
 import random
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,7 +40,7 @@ import httpx
 import numpy as np
 import ray
 from live_arms import RAY_PREFIX, Arm, ArmRouter, Ask, Questions
-from live_simulated import Fit, simulated
+from live_simulated import Fit, fitted_transit_s, simulated
 from plots import Panel, draw, require_matplotlib
 from ray import serve
 from rich.console import Console
@@ -63,7 +63,6 @@ SLO_TTFT_S = 1.0
 SETTLE_S = 1.1
 # Seeds of the arms that the way is fitted on.
 CALIBRATION_SEEDS = (1000, 1001, 1002)
-MAX_TRANSIT_S = 0.25
 # How near the simulator must come.
 TTFT_TOLERANCE = 0.15
 HIT_TOLERANCE_POINTS = 2.0
@@ -367,7 +366,16 @@ def validate(
             runs += [run_of(policy, load, seed) for policy, seed in half]
             calibration.append(run_of("prefix", load, seed))
         step = server.step()
-        transit_s = fitted_transit_s(calibration, lambda run, s: simulate(run, Fit(step=step, transit_s=s)))  # noqa: B023
+        medians_s = [
+            float(np.median([answer.sample.ttft_s for answer in run.answers if answer.sample is not None]))
+            for run in calibration
+        ]
+        transit_s = fitted_transit_s(
+            medians_s,
+            lambda transit_s, step=step, runs=calibration: [
+                simulate(run, Fit(step=step, transit_s=transit_s)) for run in runs
+            ],
+        )
         print(f"load {load:g}, fitted: {step}; one way between client and engine {transit_s:.4f} s")
         for run in runs:
             result, live = simulate(run, Fit(step=step, transit_s=transit_s)), row_of(server.fleet, run)
@@ -375,24 +383,6 @@ def validate(
             for row in rows[-2:]:
                 print(" ".join(str(row[column]) for column in COLUMNS), flush=True)
     return rows
-
-
-def fitted_transit_s(runs: Sequence[Run], simulate: Callable[[Run, float], SimResult]) -> float:
-    """One way between client and engine with which the simulator's median is the live one, over all runs."""
-
-    def excess_s(transit_s: float) -> float:
-        """Simulated over live."""
-        return sum(
-            float(np.median(simulate(run, transit_s).ttft_s))
-            - float(np.median([answer.sample.ttft_s for answer in run.answers if answer.sample is not None]))
-            for run in runs
-        )
-
-    low, high = 0.0, MAX_TRANSIT_S
-    for _ in range(9):
-        middle = (low + high) / 2
-        low, high = (low, middle) if excess_s(middle) > 0 else (middle, high)
-    return (low + high) / 2
 
 
 def simulated_row(result: SimResult, live: dict[str, Any], num_asks: int) -> dict[str, Any]:

@@ -140,7 +140,7 @@ def cases(quick: bool) -> Iterator[tuple[Case, list[str]]]:
             yield generated("prompts", 0.4, 16, routers, seed, 6000), ["prefix"]
         yield generated("prompts", 0.5, 100, 1, seed, 10_000), ["prefix", "threshold"]
         yield generated("prompts", 0.5, 1000, 1, seed, 10_000), ["prefix", "threshold"]
-    yield generated("prompts", 0.5, 5000, 1, 0, 20_000), ["prefix", "threshold"]
+    yield generated("prompts", 0.5, 5000, 1, 0, 10_000), ["prefix", "threshold"]
     if trace:
         yield conversation(0.5, 8, 1, None), FEW
         for replicas in (8, 32):

@@ -104,9 +104,15 @@ def test_prefix_leaves_a_replica_that_was_sent_more_than_its_share_though_it_is_
         view = view_of(4, cached_tokens=[0, 2944, 0, 0], sent_s=[10.0, sent_s, 10.0, 10.0])
         return choose_replica("prefix", request_of(tokens=3000), view, OPTIONS).ranked[0]
 
-    # Half of the prompt is 1.5 s, and a tenth above the mean is allowed: 1.1 (30 + x) / 4 + 1.5 = x at x = 13.45.
-    assert first(13.3) == 1
-    assert first(13.7) != 1
+    # It holds most of the prompt of 3.03 s, and needs 0.06 s: 1.1 (30 + x) / 4 + 3.03 = x + 0.06 at x = 15.5.
+    assert first(15.3) == 1
+    assert first(15.7) != 1
+
+
+def test_where_all_have_had_their_share_a_new_prompt_goes_to_who_had_least() -> None:
+    for number in range(8):
+        view = view_of(4, sent_s=[9.0, 9.1, 8.9, 9.2])
+        assert choose_replica("prefix", request_of(tokens=3000, anchor=f"{number}"), view, OPTIONS).ranked[0] == 2
 
 
 def test_new_prefixes_go_by_rendezvous_the_same_in_all_routers() -> None:

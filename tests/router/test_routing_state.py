@@ -266,6 +266,25 @@ def test_a_replica_that_has_computed_nothing_is_taken_to_be_like_one_that_has() 
     assert send(state, "2", (size, digests), now_s=2.0)[0] == "b"
 
 
+@pytest.mark.parametrize("names", ["ab", "cd", "ef", "gh", "xyz"])
+def test_prompts_of_an_idle_cluster_are_found_again_whoever_got_them(names: str) -> None:
+    """Where rendezvous gives one replica most of the first few prompts, it may keep them."""
+    state = state_of(*names)
+    for name in names:
+        state.report(name, report(step=StepTime(fixed_s=0.05, per_token_s=0.002)))
+    for number in range(40):
+        size, digests = prompt(f"{names} {number}")
+        first, cached = send(state, f"{number}", (size, digests), now_s=5.0 * number)
+        assert cached == 0
+        state.first_token(f"{number}", 0)
+        state.close(f"{number}")
+        for question in "xy":
+            key = f"{number} {question}"
+            assert send(state, key, (size, digests[:20]), now_s=5.0 * number + 2)[0] == first, number
+            state.first_token(key, 320)
+            state.close(key)
+
+
 def test_what_was_sent_counts_by_what_steps_cost_now() -> None:
     """A machine that was busy when it was sent would seem to have had more than its share for a minute."""
     state = state_of("a", "b")
