@@ -1,6 +1,7 @@
 """The simulator on what a live arm was asked: equal prompts and arrivals, costs fitted from the live run."""
 
-from collections.abc import Sequence
+import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from live_arms import Arm, Ask
@@ -52,6 +53,24 @@ def simulated(
     warmup = [request(ask, start_s, True) for ask in arm.warmup]
     asks = [request(ask, start_s + begin_s, False) for ask in arm.asks]
     return Simulator(config).run([*warmup, *asks])
+
+
+def fitted_transit_s(
+    live_medians_s: Sequence[float], simulate: Callable[[float], Sequence[SimResult]], *, longest_s: float = 0.25
+) -> float:
+    """One way between client and engine with which the simulator's median times to the first token are the live ones.
+
+    Args:
+        live_medians_s: of some runs.
+        simulate: the same runs with a given way.
+        longest_s: a way that is too long.
+    """
+    low, high = 0.0, longest_s
+    for _ in range(9):
+        middle = (low + high) / 2
+        excess_s = sum(statistics.median(result.ttft_s) for result in simulate(middle)) - sum(live_medians_s)
+        low, high = (low, middle) if excess_s > 0 else (middle, high)
+    return (low + high) / 2
 
 
 def _head_tokens(asks: Sequence[Ask]) -> dict[int, int]:

@@ -7,9 +7,13 @@ All of it is the real server (HTTP, ingress, tokenizer, router, engine, prefix t
   do not compute for four. Tree, scheduler and everything else are real; answers mean nothing.
 - `smollm2` (`--real`): the small real model, 2 replicas with a thread each.
 
-Every policy is asked the same at the same times, in shuffled order, each time under a cache_salt of its own, so each
-arm begins with cold caches. Each prompt is asked for once before the clock starts. `ray_prefix` is Ray Serve LLM's
-PrefixCacheAffinityRouter. Load is the offered work over what the replicas could do if all shared parts were cached.
+Every policy is asked the same at the same times, in shuffled order, at each load under a cache_salt of its own: it
+begins with cold caches, and each prompt is asked for once before the clock starts. Then the seeds come one after the
+other, so later ones find what the earlier ones left. `ray_prefix` is Ray Serve LLM's PrefixCacheAffinityRouter. Load is
+the offered work over what the replicas could do if all shared parts were cached.
+
+`--validate` runs the simulator on what live arms were asked. What steps cost is the replicas' own fit; the way between
+client and engine under load is fitted on other seeds of `prefix`, which run before, between and after the arms.
 """
 
 import argparse
@@ -20,7 +24,7 @@ import os
 import random
 import statistics
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,7 +40,7 @@ import httpx
 import numpy as np
 import ray
 from live_arms import RAY_PREFIX, Arm, ArmRouter, Ask, Questions
-from live_simulated import Fit, simulated
+from live_simulated import Fit, fitted_transit_s, simulated
 from plots import Panel, draw, require_matplotlib
 from ray import serve
 from rich.console import Console
@@ -55,8 +59,10 @@ from chunkserve.router.policy import POLICIES
 from chunkserve.router.simulator import SimResult
 
 SLO_TTFT_S = 1.0
-SETTLE_S = 1.2
-NUM_PROBES = 8
+# Until routers have heard of all: a report, and a delta.
+SETTLE_S = 1.1
+# Seeds of the arms that the way is fitted on.
+CALIBRATION_SEEDS = (1000, 1001, 1002)
 # How near the simulator must come.
 TTFT_TOLERANCE = 0.15
 HIT_TOLERANCE_POINTS = 2.0
@@ -90,12 +96,14 @@ class Fleet:
 SIMULATED = Fleet(
     kind="simulated steps",
     replicas=4,
-    step=StepTime(fixed_s=0.06, per_token_s=1.2e-3, per_sequence_s=4e-4),
+    step=StepTime(fixed_s=0.04, per_token_s=8e-4, per_sequence_s=3e-4),
     is_simulated=True,
 )
 REAL = Fleet(
     kind="smollm2", replicas=2, step=StepTime(fixed_s=0.03, per_token_s=1.5e-3, per_sequence_s=5e-3), is_simulated=False
 )
+# The small model takes seconds for a prompt, on one core each.
+REAL_LOADS = (0.1, 0.2, 0.3)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,11 +140,15 @@ class Server:
     def total(self, *fields: str) -> int:
         return sum(load[field] for load in self.status().values() for field in fields)
 
-    def run(self, arm: Arm) -> Run:
+    def salt(self, arm: Arm) -> str:
+        """One that is nobody else's."""
+        return arm.salt(next(self._numbers))
+
+    def run(self, arm: Arm, salt: str, *, warm_up: bool) -> Run:
         """Ask, and see that the server counted what was asked."""
         prompts, generated = ("computed_prompt_tokens", "cached_prompt_tokens"), ("generated_tokens",)
         before = self.total(*prompts), self.total(*generated)
-        warmup, run = asyncio.run(self._run(arm))
+        warmup, run = asyncio.run(self._run(arm, salt, arm.warmup if warm_up else ()))
         answers = [*warmup, *run.answers]
         samples = [(answer.ask, answer.sample) for answer in answers if answer.sample is not None]
         for ask, sample in samples:
@@ -156,11 +168,10 @@ class Server:
                 raise SystemExit(f"{arm.policy}: the replicas count {counted} tokens, asked were {asked}")
         return run
 
-    async def _run(self, arm: Arm) -> tuple[list[Answer], Run]:
-        salt = arm.salt(next(self._numbers))
+    async def _run(self, arm: Arm, salt: str, first: Sequence[Ask]) -> tuple[list[Answer], Run]:
         loop = asyncio.get_running_loop()
         start_s = loop.time()
-        warmup = await self._ask(arm.warmup, salt)
+        warmup = await self._ask(first, salt)
         # Until the routers have heard of it.
         await asyncio.sleep(SETTLE_S)
         begin_s = loop.time() - start_s
@@ -191,16 +202,6 @@ class Server:
         found = [load["step"] for load in self.status().values() if load["steps"]]
         return StepTime(**{name: statistics.mean(one[name] for one in found) for name in found[0]})
 
-    def probe_s(self, questions: Questions) -> float:
-        """Time to the first token of a prompt that is cached, asked alone: a step of one token, and the way."""
-        (ask, *_) = questions.warmup(seed=-2, output_tokens=(1, 1))
-
-        async def alone() -> list[float]:
-            answers = [await self._ask([replace(ask, at_s=0.0)], "prefix/probe") for _ in range(NUM_PROBES)]
-            return [answer.sample.ttft_s for (answer,) in answers if answer.sample is not None]
-
-        return statistics.median(asyncio.run(alone()))
-
     def check(self, questions: Questions, tokenizer: Tokenizer) -> None:
         """Answers are right, cold and warm, before anything is timed."""
         asks = questions.warmup(seed=-1, output_tokens=OUTPUT_TOKENS)[:3]
@@ -209,7 +210,7 @@ class Server:
             ids = tokenizer.render_chat(messages)
             asks = [Ask(at_s=0, messages=messages, prompt=0, token_ids=ids, output_tokens=7)]
         model = FakeModelRunner(vocab_size=tokenizer.vocab_size, num_slots=1, chunk_size=16)
-        for ask, policy in zip(asks, itertools.cycle(["prefix", "round_robin", RAY_PREFIX])):
+        for ask, policy in zip(asks, ("prefix", "round_robin", RAY_PREFIX), strict=False):
             salt = f"{policy}/check"
             ids = list(ask.token_ids)
             for _ in range(ask.output_tokens):
@@ -270,6 +271,7 @@ def row_of(fleet: Fleet, run: Run) -> dict[str, Any]:
         work[names.index(sample.headers["x-chunkserve-replica"])] += seconds
     decisions = [int(sample.headers["x-chunkserve-decision-us"]) for sample in samples]
     ttft = [sample.ttft_s for sample in samples]
+    tpot = [sample.tpot_s for sample in samples if sample.tpot_s is not None]
     refused = sum(answer.error.startswith(REFUSED) for answer in measured)
     return {
         "kind": fleet.kind,
@@ -288,7 +290,13 @@ def row_of(fleet: Fleet, run: Run) -> dict[str, Any]:
         "ttft_s_mean": _figure(np.mean(ttft)),
         "ttft_s_p50": _figure(np.percentile(ttft, 50)),
         "ttft_s_p95": _figure(np.percentile(ttft, 95)),
-        "tpot_s_p50": _figure(np.median([sample.tpot_s for sample in samples if sample.tpot_s is not None])),
+        "ttft_s_p99": _figure(np.percentile(ttft, 99)),
+        "tpot_s_p50": _figure(np.percentile(tpot, 50)),
+        "tpot_s_p95": _figure(np.percentile(tpot, 95)),
+        "tpot_s_p99": _figure(np.percentile(tpot, 99)),
+        "computed_tokens_per_request": round(
+            sum(sample.prompt_tokens - sample.cached_tokens for sample in samples) / len(samples), 1
+        ),
         "hit_rate": _figure(sum(sample.cached_tokens for sample in samples) / prompt_tokens),
         "max_over_mean_work": _figure(max(work.values()) * fleet.replicas / sum(work.values())),
         "decision_us_p50": int(np.percentile(decisions, 50)),
@@ -300,40 +308,36 @@ def _figure(value: Any) -> float:
     return round(float(value), 4)
 
 
-def arms(
-    fleet: Fleet,
-    questions: Questions,
-    args: argparse.Namespace,
-    loads: Sequence[float],
-    policies: Sequence[str],
-    *,
-    seeds: Iterable[int],
-) -> list[Arm]:
-    """All arms in shuffled order; those of one load and seed ask the same."""
-    made = []
-    for load, seed in itertools.product(loads, seeds):
-        warmup = questions.warmup(seed=seed, output_tokens=OUTPUT_TOKENS)
-        asks = questions.asks(
-            rate_rps=fleet.rate_rps(load), seconds=args.seconds, seed=seed, output_tokens=OUTPUT_TOKENS
-        )  # fmt: skip
-        made += [Arm(policy=policy, load=load, seed=seed, warmup=warmup, asks=asks) for policy in policies]
-    random.Random(0).shuffle(made)
-    return made
+def arm_of(fleet: Fleet, questions: Questions, args: argparse.Namespace, policy: str, load: float, seed: int) -> Arm:
+    """Arms of one load and seed ask the same."""
+    warmup = questions.warmup(seed=seed, output_tokens=OUTPUT_TOKENS)
+    asks = questions.asks(
+        rate_rps=fleet.rate_rps(load), seconds=args.seconds, seed=seed, output_tokens=OUTPUT_TOKENS
+    )  # fmt: skip
+    return Arm(policy=policy, load=load, seed=seed, warmup=warmup, asks=asks)
 
 
 COLUMNS = (
     "kind", "policy", "load", "seed", "requests", "goodput_rps", "rejected_share", "ttft_s_mean", "ttft_s_p50",
-    "ttft_s_p95", "tpot_s_p50", "hit_rate", "max_over_mean_work", "decision_us_p99",
+    "ttft_s_p95", "ttft_s_p99", "tpot_s_p50", "tpot_s_p95", "tpot_s_p99", "computed_tokens_per_request", "hit_rate",
+    "max_over_mean_work", "decision_us_p99",
 )  # fmt: skip
 
 
 def measure(
     server: Server, questions: Questions, args: argparse.Namespace, loads: Sequence[float], policies: Sequence[str]
 ) -> list[dict[str, Any]]:
-    rows = []
-    for arm in arms(server.fleet, questions, args, loads, policies, seeds=range(args.seeds)):
-        rows.append(row_of(server.fleet, server.run(arm)))
-        print(" ".join(str(rows[-1][column]) for column in COLUMNS), flush=True)
+    """Policies and loads in shuffled order; a policy's seeds at one load come together, over one cache."""
+    rows, draw = [], random.Random(0)
+    cases = list(itertools.product(policies, loads))
+    for policy, load in draw.sample(cases, len(cases)):
+        salt = None
+        for seed in draw.sample(range(args.seeds), args.seeds):
+            arm = arm_of(server.fleet, questions, args, policy, load, seed)
+            is_first = salt is None
+            salt = salt or server.salt(arm)
+            rows.append(row_of(server.fleet, server.run(arm, salt, warm_up=is_first)))
+            print(" ".join(str(rows[-1][column]) for column in COLUMNS), flush=True)
     return rows
 
 
@@ -349,37 +353,53 @@ def validate(
             chunks=config.kv_pool_chunks or 0, max_step_tokens=int(config.max_step_tokens),
         )  # fmt: skip
 
-    # What lies between client and engine depends on what else the machine does: it is asked before and after each arm.
-    probes = [server.probe_s(questions)]
-    runs = []
-    for arm in arms(server.fleet, questions, args, loads, policies, seeds=range(args.seeds)):
-        runs.append(server.run(arm))
-        probes.append(server.probe_s(questions))
-    step = server.step()
-    alone_s = step.fixed_s + step.per_token_s + step.per_sequence_s
-    transits = [max(0.0, (before + after) / 2 - alone_s) / 2 for before, after in itertools.pairwise(probes)]
-    print(f"fitted: {step}; one way between client and engine {min(transits):.4f} to {max(transits):.4f} s")
-    for run, transit_s in zip(runs, transits, strict=True):
-        result = simulate(run, Fit(step=step, transit_s=transit_s))
-        live = row_of(server.fleet, run)
-        token_s = sorted(result.token_s)
-        sim = live | {
-            "kind": f"simulator of {live['kind']}",
-            "goodput_rps": None,
-            "rejected_share": result.rejected / len(run.answers),
-            "ttft_s_mean": _figure(result.ttft_s_mean),
-            "ttft_s_p50": _figure(np.percentile(result.ttft_s, 50)),
-            "ttft_s_p95": _figure(np.percentile(result.ttft_s, 95)),
-            "tpot_s_p50": _figure(token_s[len(token_s) // 2]),
-            "hit_rate": _figure(result.hit_rate),
-            "max_over_mean_work": _figure(result.max_over_mean_work),
-            "decision_us_p50": None,
-            "decision_us_p99": None,
-        }
-        rows += [live, sim]
-        for row in rows[-2:]:
-            print(" ".join(str(row[column]) for column in COLUMNS), flush=True)
+    def run_of(policy: str, load: float, seed: int) -> Run:
+        arm = arm_of(server.fleet, questions, args, policy, load, seed)
+        return server.run(arm, server.salt(arm), warm_up=True)
+
+    draw = random.Random(0)
+    for load in loads:
+        cases = list(itertools.product(policies, range(args.first_seed, args.first_seed + args.seeds)))
+        draw.shuffle(cases)
+        runs, calibration = [], [run_of("prefix", load, CALIBRATION_SEEDS[0])]
+        for half, seed in zip((cases[: len(cases) // 2], cases[len(cases) // 2 :]), CALIBRATION_SEEDS[1:], strict=True):
+            runs += [run_of(policy, load, seed) for policy, seed in half]
+            calibration.append(run_of("prefix", load, seed))
+        step = server.step()
+        medians_s = [
+            float(np.median([answer.sample.ttft_s for answer in run.answers if answer.sample is not None]))
+            for run in calibration
+        ]
+        transit_s = fitted_transit_s(
+            medians_s,
+            lambda transit_s, step=step, runs=calibration: [
+                simulate(run, Fit(step=step, transit_s=transit_s)) for run in runs
+            ],
+        )
+        print(f"load {load:g}, fitted: {step}; one way between client and engine {transit_s:.4f} s")
+        for run in runs:
+            result, live = simulate(run, Fit(step=step, transit_s=transit_s)), row_of(server.fleet, run)
+            rows += [live, simulated_row(result, live, len(run.answers))]
+            for row in rows[-2:]:
+                print(" ".join(str(row[column]) for column in COLUMNS), flush=True)
     return rows
+
+
+def simulated_row(result: SimResult, live: dict[str, Any], num_asks: int) -> dict[str, Any]:
+    """As row_of, of the simulator's run."""
+    return live | {
+        "kind": f"simulator of {live['kind']}",
+        "goodput_rps": None,
+        "rejected_share": result.rejected / num_asks,
+        "ttft_s_mean": _figure(result.ttft_s_mean),
+        **{f"ttft_s_p{q}": _figure(np.percentile(result.ttft_s, q)) for q in (50, 95, 99)},
+        **{f"tpot_s_p{q}": _figure(np.percentile(result.token_s, q)) for q in (50, 95, 99)},
+        "computed_tokens_per_request": round((result.prompt_tokens - result.cached_tokens) / len(result.ttft_s), 1),
+        "hit_rate": _figure(result.hit_rate),
+        "max_over_mean_work": _figure(result.max_over_mean_work),
+        "decision_us_p50": None,
+        "decision_us_p99": None,
+    }
 
 
 def verdict(rows: list[dict[str, Any]]) -> str:
@@ -452,19 +472,22 @@ def main() -> None:
         "--quick", action="store_true", help="two replicas, one load, one seed, two policies, under a minute"
     )
     parser.add_argument("--real", action="store_true", help="the small real model as well, at its own loads")
+    parser.add_argument("--only-real", action="store_true", help="the small real model alone")
     parser.add_argument("--validate", action="store_true", help="run the simulator on the same requests, and compare")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write flat rows")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="PNG, SVG or PDF; needs matplotlib")
     parser.add_argument("--replicas", type=int, default=SIMULATED.replicas, help="with simulated steps")
     parser.add_argument("--loads", type=float, nargs="+", default=[0.15, 0.3, 0.45])
+    parser.add_argument("--real-loads", type=float, nargs="+", default=list(REAL_LOADS))
     parser.add_argument("--policies", nargs="+", choices=ALL_POLICIES, default=list(ALL_POLICIES))
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=12.0, help="of arrivals in each arm")
+    parser.add_argument("--first-seed", type=int, default=0, help="of --validate, to repeat it on new ones")
+    parser.add_argument("--seconds", type=float, default=5.0, help="of arrivals for each seed")
     parser.add_argument("--prompts", type=int, default=15, help="how many of the prompts are used")
     args = parser.parse_args()
     require_matplotlib(args.plot)
     if args.quick:
-        args.loads, args.seeds, args.seconds, args.prompts = [0.3], 1, 4.0, 5
+        args.loads, args.seeds, args.seconds, args.prompts = [0.3], 1, 3.0, 4
         args.policies, args.replicas = ["prefix", "least_loaded"], 2
     # A line per request is too much.
     logging.getLogger("httpx").setLevel(logging.WARNING)
@@ -472,13 +495,15 @@ def main() -> None:
     questions = Questions(tokenizer, args.prompts)
     rows: list[dict[str, Any]] = []
     with ray_session() as url:
-        for fleet in [replace(SIMULATED, replicas=args.replicas), *([REAL] if args.real else [])]:
+        fleets = [] if args.only_real else [replace(SIMULATED, replicas=args.replicas)]
+        for fleet in [*fleets, *([REAL] if args.real or args.only_real else [])]:
             print(f"{fleet.replicas} replicas, {fleet.kind}" + (f": {fleet.step}" if fleet.is_simulated else ""))
             print(" ".join(COLUMNS))
             with deployed(fleet, url) as server:
                 server.check(questions, tokenizer)
                 run = validate if args.validate else measure
-                rows += run(server, questions, args, args.loads, args.policies)
+                loads = args.loads if fleet.is_simulated else args.real_loads
+                rows += run(server, questions, args, loads, args.policies)
     if args.json:
         write_rows(args.json, rows)
     if args.validate:
@@ -486,7 +511,7 @@ def main() -> None:
         return
     if args.plot:
         draw(args.plot, "Routing policies on a live server", panels(rows))
-    Console(width=170).print(summary(rows))
+    Console(width=200).print(summary(rows))
     print(headline(rows))
 
 

@@ -2,28 +2,34 @@
 
 All figures are simulated: the model of the engine is that of router/simulator.py. Workloads: `conversation` (Mooncake's
 trace, at its own times), `prompts` (15 prompts of 250 to 2,700 tokens, the lengths of ../shared/workloads, by Zipf's
-law), `unshared` (no two prompts begin alike), `hot` (one prompt for everybody), `churn` (a replica dies, one joins).
+law; above 16 replicas 15 more for each 8 replicas), `unshared` (no two prompts begin alike), `hot` (one prompt for
+everybody), `flood` (a tenant sends long prompts of its own beside `prompts`; times are those of the others), `churn`
+(`prompts`; a replica dies, one joins).
 
 Load is the offered prompt work over what the replicas could compute if nothing were cached, for `conversation` and
-`unshared`, and over what they could compute if all shared prompts were cached, for the others.
+`unshared`, and over what they could compute if all shared prompts were cached, for the others; with a step for each
+request, which requests that wait together share. With several routers reports come once a second, else twice.
 """
 
 import argparse
 import json
 import math
+import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
 from rows import write_rows
 
 from chunkserve.replica.protocol import StepTime
 from chunkserve.router.policy import POLICIES
 from chunkserve.router.simulated_replica import SimConfig, SimRequest
 from chunkserve.router.simulator import Simulator
-from chunkserve.router.workloads import TRACE_CHUNK_TOKENS, mooncake, shared_prompts, unshared
+from chunkserve.router.workloads import TRACE_CHUNK_TOKENS, merged, mooncake, shared_prompts, unshared
 
 SHARED = Path(__file__).resolve().parents[1] / "../shared"
 # A small model on a small GPU; 12,800 tokens of cache per replica.
@@ -31,7 +37,13 @@ STEP = StepTime(fixed_s=0.008, per_token_s=1e-4, per_context_s=1e-9, per_sequenc
 CHUNK = 64
 CACHE_CHUNKS = 200
 QUESTION_TOKENS = 60
+FLOOD_TOKENS = 8000
 SLO_TTFT_S = 1.0
+# Of one router, and of several.
+REPORT_PERIOD_S = (0.5, 1.0)
+SEEDS = range(3)
+# Policies that look at the cache, and the two ends of those that do not.
+FEW = ["prefix", "threshold", "product", "least_loaded", "random"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,19 +75,30 @@ def generated(name: str, load: float, replicas: int, routers: int, seed: int, nu
         chunks_per_replica=CACHE_CHUNKS,
         step=STEP,
         max_waiting=256,
+        report_period_s=REPORT_PERIOD_S[routers > 1],
         seed=seed,
         max_entries=200_000,
     )
     new_tokens = 1000 if name == "unshared" else QUESTION_TOKENS + CHUNK / 2
     steps = math.ceil(new_tokens / config.max_step_tokens)
     rate = load * replicas / (steps * STEP.fixed_s + STEP.per_token_s * new_tokens)
-    common = {"num_requests": num_requests, "rate_rps": rate, "chunk_size": CHUNK, "seed": seed}
+    common: dict[str, Any] = {"num_requests": num_requests, "rate_rps": rate, "chunk_size": CHUNK, "seed": seed}
     if name == "unshared":
         requests = unshared(**common)
     elif name == "hot":
         requests = shared_prompts([2000], question_tokens=QUESTION_TOKENS, **common)
     else:
-        requests = shared_prompts(prompt_lengths(), question_tokens=QUESTION_TOKENS, **common)
+        lengths = prompt_lengths() * max(1, replicas // 8 if replicas > 16 else 1)
+        requests = shared_prompts(lengths, question_tokens=QUESTION_TOKENS, **common)
+    if name == "flood":
+        # Half of what the replicas can compute, for the middle third of the time.
+        third_s = requests[-1].at_s / 3
+        flood_rps = 0.5 * replicas / (FLOOD_TOKENS * STEP.per_token_s)
+        flood = unshared(
+            num_requests=int(flood_rps * third_s), rate_rps=flood_rps, chunk_size=CHUNK, prompt_tokens=FLOOD_TOKENS,
+            seed=seed, begin_s=third_s, name="flood",
+        )  # fmt: skip
+        requests = list(merged(requests, [replace(request, is_warmup=True) for request in flood]))
     return Case(workload=name, load=load, seed=seed, config=config, requests=requests)
 
 
@@ -91,7 +114,7 @@ def conversation(load: float, replicas: int, routers: int, limit: int | None) ->
         step=StepTime(fixed_s=0.0, per_token_s=load * replicas / tokens_per_s),
         max_step_tokens=8192,
         decode_token_s=0.02,
-        report_period_s=0.5 if routers == 1 else 1.0,
+        report_period_s=REPORT_PERIOD_S[routers > 1],
         max_entries=200_000,
     )
     return Case(workload="conversation", load=load, seed=0, config=config, requests=requests, slo_ttft_s=10.0)
@@ -106,26 +129,28 @@ def cases(quick: bool) -> Iterator[tuple[Case, list[str]]]:
         if trace:
             yield conversation(1.06, 8, 1, 2500), ["prefix", "threshold", "least_loaded"]
         return
-    for load in (0.25, 0.4, 0.5):
-        for seed in range(3):
-            yield generated("prompts", load, 8, 1, seed, 6000), every
-    for seed in range(3):
+    for seed in SEEDS:
+        for load in (0.25, 0.5, 0.6):
+            yield generated("prompts", load, 8, 1, seed, 4000), every
         yield generated("unshared", 0.8, 8, 1, seed, 4000), ["prefix", "least_loaded", "random"]
-    yield generated("hot", 0.8, 8, 1, 0, 6000), every
-    yield generated("churn", 0.4, 8, 1, 0, 6000), ["prefix", "threshold", "least_loaded"]
-    yield generated("prompts", 0.5, 100, 1, 0, 20_000), ["prefix", "threshold"]
-    for routers in (1, 4, 16):
-        yield generated("prompts", 0.4, 16, routers, 0, 8000), ["prefix"]
+        yield generated("hot", 0.8, 8, 1, seed, 4000), every
+        yield generated("flood", 0.3, 8, 1, seed, 3000), FEW
+        yield generated("churn", 0.4, 8, 1, seed, 4000), FEW
+        for routers in (1, 4, 16, 64):
+            yield generated("prompts", 0.4, 16, routers, seed, 6000), ["prefix"]
+        yield generated("prompts", 0.5, 100, 1, seed, 10_000), ["prefix", "threshold"]
+        yield generated("prompts", 0.5, 1000, 1, seed, 10_000), ["prefix", "threshold"]
+    yield generated("prompts", 0.5, 5000, 1, 0, 10_000), ["prefix", "threshold"]
     if trace:
+        yield conversation(0.5, 8, 1, None), FEW
         for replicas in (8, 32):
-            for load in (0.5, 1.06):
-                yield conversation(load, replicas, 1, None), [p for p in every if p != "bounded_hash"]
+            yield conversation(1.06, replicas, 1, None), FEW
         for routers in (1, 16):
             yield conversation(0.94, 16, routers, None), ["prefix"]
 
 
 def row_of(case: Case, policy: str) -> dict[str, Any]:
-    sim = Simulator(replace(case.config, policy=policy), time.perf_counter)
+    sim = Simulator(replace(case.config, policy=policy), time.thread_time)
     if case.workload == "churn":
         middle_s = case.requests[len(case.requests) // 2].at_s
         sim.at(middle_s, sim.kill_replica, "replica-1")
@@ -165,21 +190,51 @@ def row_of(case: Case, policy: str) -> dict[str, Any]:
     }
 
 
-def headline(rows: list[dict[str, Any]]) -> str:
-    """Mean time to the first token of `prefix` over that of the others, on the prompts near saturation."""
-    load = max(row["load"] for row in rows if row["workload"] == "prompts" and row["replicas"] == 8)
+def mean_of(rows: list[dict[str, Any]], column: str, **where: Any) -> float:
+    """Over the seeds."""
+    return statistics.mean(row[column] for row in rows if all(row[name] == value for name, value in where.items()))
 
-    def mean(policy: str) -> float:
-        chosen = [
-            row["ttft_s_mean"]
-            for row in rows
-            if (row["workload"], row["replicas"], row["load"], row["policy"]) == ("prompts", 8, load, policy)
-        ]
-        return sum(chosen) / len(chosen)
 
-    ours = mean("prefix")
-    ratios = ", ".join(f"{ours / mean(other):.2f} of {other}" for other in ("threshold", "least_loaded", "random"))
-    return f"simulated, prompts, 8 replicas, load {load}: mean TTFT of prefix is {ours:.3f} s; {ratios}"
+def summary(rows: list[dict[str, Any]]) -> Table:
+    """Means over the seeds."""
+    case = ("workload", "replicas", "routers", "load", "policy")
+    columns = (
+        "goodput_rps", "rejected_share", "ttft_s_mean", "ttft_s_p50", "ttft_s_p95", "hit_rate", "max_over_mean_work",
+        "decision_us_p99",
+    )  # fmt: skip
+    table = Table(*case, *columns)
+    for key in dict.fromkeys(tuple(row[name] for name in case) for row in rows):
+        where = dict(zip(case, key, strict=True))
+        table.add_row(*map(str, key), *(f"{mean_of(rows, column, **where):.4g}" for column in columns))
+    return table
+
+
+def verdicts(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """What was aimed at, and what came; means over the seeds."""
+
+    def line(text: str, value: float, bound: float, holds: bool) -> str:
+        return f"{text}: {value:.3g} (target {bound:g}): {'met' if holds else 'MISSED'}"
+
+    eight = {"workload": "prompts", "replicas": 8, "routers": 1}
+    for load in sorted({row["load"] for row in rows if row["workload"] == "prompts" and row["replicas"] == 8})[-2:]:
+        ours = mean_of(rows, "ttft_s_mean", policy="prefix", load=load, **eight)
+        for other, bound in (("threshold", 0.6), ("random", 0.25)):
+            ratio = ours / mean_of(rows, "ttft_s_mean", policy=other, load=load, **eight)
+            yield line(f"prompts, load {load:g}: mean TTFT over that of {other}, at most", ratio, bound, ratio <= bound)
+        goodput = mean_of(rows, "goodput_rps", policy="prefix", load=load, **eight)
+        ratio = goodput / mean_of(rows, "goodput_rps", policy="threshold", load=load, **eight)
+        yield line(f"prompts, load {load:g}: goodput over that of threshold, at least", ratio, 1, ratio >= 1)
+    ratio = mean_of(rows, "ttft_s_mean", workload="unshared", policy="prefix")
+    ratio /= mean_of(rows, "ttft_s_mean", workload="unshared", policy="least_loaded")
+    yield line("no sharing: mean TTFT over that of least_loaded, at most", ratio, 1.02, ratio <= 1.02)
+    many = [row for row in rows if row["workload"] == "prompts" and row["replicas"] == 16]
+    for routers in sorted({row["routers"] for row in many} - {1}):
+        ratio = mean_of(many, "hit_rate", routers=routers) / mean_of(many, "hit_rate", routers=1)
+        yield line(f"{routers} routers: hit rate over that of one, at least", ratio, 0.95, ratio >= 0.95)
+    # Where a replica dies the others have more to do, and with few requests each some have more by chance.
+    ours = [row for row in rows if row["policy"] == "prefix" and row["workload"] != "churn"]
+    worst = max(row["max_over_mean_work"] for row in ours if row["requests"] >= 100 * row["replicas"])
+    yield line("most work of a replica over the mean, in any run of 100 requests a replica", worst, 1.3, worst <= 1.3)
 
 
 def main() -> None:
@@ -199,7 +254,9 @@ def main() -> None:
             print(" ".join(str(rows[-1][column]) for column in columns), flush=True)
     if args.json:
         write_rows(args.json, rows)
-    print(headline(rows))
+    Console(width=150).print(summary(rows))
+    for line in verdicts(rows):
+        print(f"simulated, {line}")
 
 
 if __name__ == "__main__":

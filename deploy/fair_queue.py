@@ -16,6 +16,18 @@ from chunkserve.replica.protocol import ReplicaOverloaded
 _MAX_TENANTS = 1024
 
 
+class QueueFull(ReplicaOverloaded):
+    """As many requests wait for a turn as may."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantShare:
+    """What a tenant got: tokens computed for it, and how many fewer by its clock than for the one that leads."""
+
+    served_tokens: int
+    deficit_tokens: float
+
+
 @dataclass(slots=True, eq=False)
 class _Waiting:
     sequences: int
@@ -28,6 +40,7 @@ class _Tenant:
     clock: float
     waiting: deque[_Waiting] = field(default_factory=deque)
     in_flight: int = 0
+    served_tokens: int = 0
 
     @property
     def is_idle(self) -> bool:
@@ -67,7 +80,7 @@ class FairQueue:
             sequences: choices of the request.
             tokens: that it will probably make replicas compute.
         Raises:
-            ReplicaOverloaded: too many wait already.
+            QueueFull: too many wait already.
         """
         if self.num_waiting or not self._fits(sequences):
             self._make_room(tenant_name)
@@ -98,6 +111,14 @@ class FairQueue:
         finally:
             self._leave(tenant, waiting, turn.tokens)
 
+    def shares(self) -> dict[str, TenantShare]:
+        """By tenant; idle ones are forgotten once there are many."""
+        lead = max((tenant.clock for tenant in self._tenants.values()), default=0.0)
+        return {
+            name: TenantShare(served_tokens=tenant.served_tokens, deficit_tokens=lead - tenant.clock)
+            for name, tenant in self._tenants.items()
+        }
+
     def _fits(self, sequences: int) -> bool:
         return self.in_flight == 0 or self.in_flight + sequences <= self.capacity
 
@@ -108,11 +129,11 @@ class FairQueue:
         own = len(self._tenants[newcomer].waiting) if newcomer in self._tenants else 0
         most = max(self._tenants.values(), key=lambda tenant: len(tenant.waiting), default=None)
         if most is None or len(most.waiting) <= own + 1:
-            raise ReplicaOverloaded(message)
+            raise QueueFull(message)
         last = most.waiting.pop()
         self.num_waiting -= 1
         if not last.turn.done():
-            last.turn.set_exception(ReplicaOverloaded(f"{message}, and this tenant has the most of them"))
+            last.turn.set_exception(QueueFull(f"{message}, and this tenant has the most of them"))
 
     def _dispatch(self) -> None:
         while self.num_waiting:
@@ -136,6 +157,7 @@ class FairQueue:
 
     def _leave(self, tenant: _Tenant, waiting: _Waiting, tokens: int) -> None:
         tenant.clock += tokens - waiting.tokens
+        tenant.served_tokens += tokens
         tenant.in_flight -= waiting.sequences
         self.in_flight -= waiting.sequences
         self._dispatch()

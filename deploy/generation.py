@@ -22,7 +22,7 @@ from chunkserve.replica.protocol import (
 )
 
 from .api_error import ApiError
-from .fair_queue import FairQueue
+from .fair_queue import FairQueue, QueueFull
 from .metrics import IngressMetrics
 from .openai_responses import Answer, sse_event
 
@@ -41,12 +41,15 @@ class RouteReceipt:
     predicted_cached_tokens: int = 0
     cached_tokens: int = 0
     decision_s: float | None = None
+    reason: str | None = None
 
     def headers(self) -> dict[str, str]:
         if self.replica is None:
             return {}
-        decision = {} if self.decision_s is None else {"x-chunkserve-decision-us": f"{self.decision_s * 1e6:.0f}"}
-        return decision | {
+        why = {} if self.decision_s is None else {"x-chunkserve-decision-us": f"{self.decision_s * 1e6:.0f}"}
+        if self.reason is not None:
+            why["x-chunkserve-reason"] = self.reason
+        return why | {
             "x-chunkserve-replica": self.replica,
             "x-chunkserve-predicted-cached-tokens": str(self.predicted_cached_tokens),
             "x-chunkserve-cached-tokens": str(self.cached_tokens),
@@ -167,6 +170,7 @@ class GenerationResponse(Response):
         except RequestRefused as error:
             raise ApiError(400, error.message, param=error.param) from None
         except ReplicaOverloaded as error:
+            self._metrics.count_rejected("tenant_queue" if isinstance(error, QueueFull) else "replica_queue")
             raise overloaded(str(error)) from None
         except ReplicaError as error:
             logger.error("replica_failed request_id=%s error=%s", self._requests[0].request_id, error)

@@ -165,7 +165,14 @@ class Ingress:
         return {"id": self._config.model_name, "object": "model", "created": self._created_s, "owned_by": "chunkserve"}
 
     async def _in_thread(self, work: Callable[[], _T]) -> _T:
-        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, work)
+        def timed() -> _T:
+            begin_s = time.perf_counter()
+            try:
+                return work()
+            finally:
+                self.metrics.observe_tokenizing(time.perf_counter() - begin_s)
+
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, timed)
 
     def _rendered(self, request: ChatRequest) -> list[int]:
         messages = [message.flat() for message in request.messages]

@@ -1,6 +1,7 @@
 """Prometheus metrics of one ingress, and of the replicas behind it. No label ever holds a request id."""
 
 from collections.abc import Iterable, Mapping
+from hashlib import blake2b
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -31,6 +32,7 @@ _COUNTERS = {
     "generated_tokens": ("generated_tokens", "Tokens generated."),
     "cancelled_requests": ("cancelled_requests", "Requests cancelled before their end."),
 }
+_MAX_TENANT_LABELS = 20
 _REPLICA_LABELS = ("model", "replica")
 
 
@@ -51,9 +53,13 @@ class IngressMetrics:
 
         self._http = counter("http_requests", "HTTP requests by path and status.", "path", "status")
         self._finished = counter("finished_choices", "Choices by what ended them.", "finish_reason")
+        self._rejected = counter("rejected", "Requests refused since too many wait, by where.", "why")
         self._prompt = counter("request_prompt_tokens", "Prompt tokens of answered requests.").labels(model)
         self._cached = counter("request_cached_tokens", "Prompt tokens found in a prefix tree.").labels(model)
         self._new = counter("request_generated_tokens", "Tokens generated for answered requests.").labels(model)
+        self._tokenize = histogram(
+            "route_tokenize_seconds", "Rendering and tokenising a request's prompts.", _PER_TOKEN_S
+        ).labels(model)
         self._ttft = histogram("ttft_seconds", "Arrival to first token.", _TTFT_S).labels(model)
         self._tpot = histogram(
             "time_per_output_token_seconds", "First to last token, per token of the longest choice.", _PER_TOKEN_S
@@ -68,9 +74,16 @@ class IngressMetrics:
         ):
             gauge = Gauge(f"chunkserve_{name}", text, ("model",), registry=self._registry)
             gauge.labels(self._model).set_function(value)
+        self._registry.register(_TenantCollector(self._model, queue))
 
     def count_http(self, path: str, status: int) -> None:
         self._http.labels(self._model, path, str(status)).inc()
+
+    def count_rejected(self, why: str) -> None:
+        self._rejected.labels(self._model, why).inc()
+
+    def observe_tokenizing(self, seconds: float) -> None:
+        self._tokenize.observe(seconds)
 
     def observe_first_token(self, seconds: float) -> None:
         self._ttft.observe(seconds)
@@ -119,3 +132,31 @@ class _LoadCollector(Collector):
                 finished.add_metric((self._model, replica, reason), count)
         yield kv
         yield finished
+
+
+class _TenantCollector(Collector):
+    """What tenants got. They go by a hash of their names, and only the largest have lines of their own."""
+
+    def __init__(self, model: str, queue: FairQueue) -> None:
+        self._model = model
+        self._queue = queue
+
+    def collect(self) -> Iterable[Metric]:
+        labels = ("model", "tenant")
+        served = CounterMetricFamily("chunkserve_tenant_served_tokens", "Tokens computed for a tenant.", labels=labels)
+        deficit = GaugeMetricFamily(
+            "chunkserve_tenant_deficit", "Tokens that a tenant is behind the one that leads.", labels=labels
+        )
+        jain = GaugeMetricFamily(
+            "chunkserve_jain_index", "Jain's index of the tokens that tenants got: 1 if all alike.", labels=("model",)
+        )
+        shares = self._queue.shares()
+        tokens = [share.served_tokens for share in shares.values() if share.served_tokens]
+        squares = sum(number * number for number in tokens)
+        jain.add_metric((self._model,), sum(tokens) ** 2 / (len(tokens) * squares) if squares else 1.0)
+        largest = sorted(shares.items(), key=lambda item: -item[1].served_tokens)[:_MAX_TENANT_LABELS]
+        for name, share in largest:
+            label = blake2b(name.encode(), digest_size=4).hexdigest()
+            served.add_metric((self._model, label), share.served_tokens)
+            deficit.add_metric((self._model, label), share.deficit_tokens)
+        yield from (served, deficit, jain)

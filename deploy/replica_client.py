@@ -66,8 +66,11 @@ class ServeReplicaClient:
                 )
             )
         key, prompt = request.request_id, request.prompt_token_ids
+        begin_s = time.perf_counter()
         digests = self._scheme.digests(request.cache_salt, prompt) if request.prefix_cache else ()
+        self._metrics.samples.hash_s.append(time.perf_counter() - begin_s)
         self._routing.open(key, len(prompt), digests)
+        counters, num_tokens, first_s = self._routing.counters, 0, 0.0
         try:
             for last_try in (False, True):
                 started = False
@@ -76,15 +79,24 @@ class ServeReplicaClient:
                         async for events in stream:
                             if not started and (cached := _cached_tokens(events)) is not None:
                                 started = True
+                                first_s = time.perf_counter()
+                                self._metrics.samples.ttft_s.append(first_s - begin_s)
                                 self._has_first_token(key, cached, receipt)
+                            num_tokens = max(num_tokens, *(event.completion_tokens for event in events))
                             yield events
+                    if num_tokens > 1:
+                        self._metrics.samples.token_s.append((time.perf_counter() - first_s) / (num_tokens - 1))
                     return
                 except ReplicaLost:
                     # Nothing has reached the client yet: another replica may do it.
                     if started or last_try:
+                        counters.broken_streams += started
                         raise
                     self._routing.failed(key)
                     logger.warning("request_retried request_id=%s", key)
+        except (asyncio.CancelledError, GeneratorExit):
+            counters.cancels += 1
+            raise
         finally:
             self._routing.close(key)
 
@@ -112,11 +124,12 @@ class ServeReplicaClient:
                 ending.cancel()
 
     def _has_first_token(self, key: str, cached_tokens: int, receipt: RouteReceipt | None) -> None:
-        known = self._routing.first_token(key, cached_tokens)
+        known = self._routing.first_token(key, cached_tokens, time.time())
         if receipt is not None and known is not None:
             receipt.replica, receipt.predicted_cached_tokens = known
             receipt.cached_tokens = cached_tokens
             receipt.decision_s = self._routing.decision_s(key)
+            receipt.reason = self._routing.reason(key)
 
     def _chunk_deltas(self, since: Mapping[str, tuple[int, int]]) -> Sequence[tuple[str, ChunkDelta | None]]:
         return list(self._handle.broadcast("chunk_delta", dict(since)).results(timeout_s=5))

@@ -28,6 +28,10 @@ class CostModel:
         context = cached_tokens + 0.5 * new
         return self.fixed_s * steps + (self.per_token_s + self.per_context_s * context) * new
 
+    def compute_s(self, tokens: Floats, steps: Floats) -> Floats:
+        """Computing so many tokens in so many steps, contexts aside."""
+        return self.per_token_s * tokens + self.fixed_s * steps
+
     def decode_s(self, output_tokens: int, running: Floats) -> Floats:
         """What this stream's tokens take for its own sake, and for the sequences that run beside it."""
         return output_tokens * (self.per_token_s + self.per_sequence_s) * (running + 1.0)

@@ -1,7 +1,7 @@
 """How much work each replica has, in seconds, as one router knows it: reports, and its own requests since then."""
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +24,8 @@ class _Reservation:
     at_s: float
     work_us: int
     anchor: bytes
+    tokens: int
+    steps: int
     is_prefilled: bool = False
     is_reported: bool = False
 
@@ -40,13 +42,15 @@ class LoadTable:
         self._reports: dict[int, RoutingReport] = {}
         self._open: dict[str, _Reservation] = {}
         self._since: dict[int, dict[str, _Reservation]] = {}  # not in the last report, oldest first
-        self._sharers: Counter[tuple[int, bytes]] = Counter()
+        self._sharers: defaultdict[bytes, Counter[int]] = defaultdict(Counter)  # by anchor and row
         self._size = 0
         self._own_us = np.zeros(0, np.int64)  # prompts of ours without a first token
         self._since_us = np.zeros(0, np.int64)  # of those, sent after the last report
         self._in_flight = np.zeros(0, np.int64)  # requests of ours
         self._sent_since = np.zeros(0, np.int64)  # of those, sent after the last report
-        self._sent_s = np.zeros(0)  # prompts that we sent, decayed to _sent_at_s
+        # Prompts that we sent, decayed to _sent_at_s: tokens and steps, since what those cost is learnt as they come.
+        self._sent_tokens = np.zeros(0)
+        self._sent_steps = np.zeros(0)
         self._sent_at_s = 0.0
         self._backlog_s = np.zeros(0)
         self._taken_s = np.zeros(0)
@@ -69,7 +73,8 @@ class LoadTable:
             column[row] = 0
         # As much as the others: it is not to make up for what they did before it came.
         others = [other for other in self._since if other != row]
-        self._sent_s[row] = self._sent_s[others].mean() if others else 0.0
+        for sent in (self._sent_tokens, self._sent_steps):
+            sent[row] = sent[others].mean() if others else 0.0
         self._backlog_s[row] = self._taken_s[row] = 0.0
 
     def remove_replica(self, row: int) -> None:
@@ -80,7 +85,9 @@ class LoadTable:
         self._reports.pop(row, None)
         self._since.pop(row)
 
-    def reserve(self, key: str, row: int, work_s: float, now_s: float, anchor: bytes = b"") -> None:
+    def reserve(
+        self, key: str, row: int, work_s: float, now_s: float, anchor: bytes = b"", *, tokens: int = 0, steps: int = 0
+    ) -> None:
         """A request goes to a replica; a second time it moves there.
 
         Args:
@@ -89,22 +96,27 @@ class LoadTable:
             work_s: what its prompt adds to the replica's queue.
             now_s: when.
             anchor: requests with one anchor share a prefix while they run.
+            tokens, steps: that the prompt makes the replica compute.
         """
         if (moved := self._open.get(key)) is not None:
-            self._sent_s[moved.row] = max(0.0, self._sent_s[moved.row] - moved.work_us / _US)
+            self._sent_tokens[moved.row] = max(0.0, self._sent_tokens[moved.row] - moved.tokens)
+            self._sent_steps[moved.row] = max(0.0, self._sent_steps[moved.row] - moved.steps)
         self._drop(key)
-        held = _Reservation(row, now_s, max(0, round(work_s * _US)), anchor)
+        held = _Reservation(row, now_s, max(0, round(work_s * _US)), anchor, tokens, steps)
         self._open[key] = held
         self._since[row][key] = held
         self._own_us[row] += held.work_us
         self._since_us[row] += held.work_us
         self._in_flight[row] += 1
         self._sent_since[row] += 1
-        self._sharers[row, anchor] += 1
+        self._sharers[anchor][row] += 1
         if now_s > self._sent_at_s:
-            self._sent_s *= math.exp((self._sent_at_s - now_s) / _SENT_DECAY_S)
+            decay = math.exp((self._sent_at_s - now_s) / _SENT_DECAY_S)
+            self._sent_tokens *= decay
+            self._sent_steps *= decay
             self._sent_at_s = now_s
-        self._sent_s[row] += held.work_us / _US
+        self._sent_tokens[row] += tokens
+        self._sent_steps[row] += steps
 
     def row_of(self, key: str) -> int | None:
         held = self._open.get(key)
@@ -153,9 +165,9 @@ class LoadTable:
         told_s = np.maximum(self._backlog_s[rows] - np.maximum(age_s, 0.0), 0.0) + self._since_us[rows] / _US
         return np.where(age_s <= STALE_AFTER_S, told_s, self._own_us[rows] / _US)
 
-    def sent_s(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
-        """[rows] seconds of prompts that we sent to each replica lately, the older the less, done or not."""
-        return self._sent_s[rows]
+    def sent(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Tokens and steps, [rows] each, of the prompts that we sent lately, the older the less, done or not."""
+        return self._sent_tokens[rows], self._sent_steps[rows]
 
     def num_requests(self, rows: NDArray[np.int64], now_s: float) -> NDArray[np.int64]:
         """[rows] requests that each replica has."""
@@ -165,7 +177,16 @@ class LoadTable:
 
     def num_sharers(self, rows: NDArray[np.int64], anchor: bytes) -> NDArray[np.int64]:
         """[rows] open requests of ours with this anchor."""
-        return np.fromiter((self._sharers.get((int(row), anchor), 0) for row in rows), np.int64, len(rows))
+        counts = np.zeros(self._size, np.int64)
+        for row, count in self._sharers.get(anchor, {}).items():
+            counts[row] = count
+        return counts[rows]
+
+    def hottest_anchor(self) -> tuple[bytes, int] | None:
+        """The anchor that most open requests of ours have, and how many; None without any."""
+        counts = ((sharers.total(), anchor) for anchor, sharers in self._sharers.items() if anchor)
+        requests, anchor = max(counts, default=(0, b""))
+        return (anchor, requests) if requests else None
 
     def _drop(self, key: str) -> None:
         held = self._open.pop(key, None)
@@ -180,10 +201,12 @@ class LoadTable:
             self._sent_since[row] -= 1
             if not held.is_prefilled:
                 self._since_us[row] -= held.work_us
-        shared = (row, held.anchor)
-        self._sharers[shared] -= 1
-        if not self._sharers[shared]:
-            del self._sharers[shared]
+        sharers = self._sharers[held.anchor]
+        sharers[row] -= 1
+        if not sharers[row]:
+            del sharers[row]
+        if not sharers:
+            del self._sharers[held.anchor]
 
     def _grow(self, size: int) -> None:
         size = max(size, 2 * self._size)
@@ -192,7 +215,8 @@ class LoadTable:
             "_since_us",
             "_in_flight",
             "_sent_since",
-            "_sent_s",
+            "_sent_tokens",
+            "_sent_steps",
             "_backlog_s",
             "_taken_s",
             "_reported_count",
@@ -211,4 +235,4 @@ class LoadTable:
             assert (key in self._since[held.row]) == new
         for name, sums in zip(("_in_flight", "_own_us", "_sent_since", "_since_us"), own, strict=True):
             assert np.array_equal(getattr(self, name), sums), f"{name} is not the sum over the requests"
-        assert self._sharers.total() == len(self._open)
+        assert sum(sharers.total() for sharers in self._sharers.values()) == len(self._open)

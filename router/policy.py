@@ -15,10 +15,12 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 # Why the first of the ranked replicas is the first.
-Reason = Literal["affinity", "spill", "cold", "load", "draw", "hash", "degraded"]
+Reason = Literal["affinity", "spill", "bound", "cold", "load", "draw", "hash", "degraded"]
 
 # More than this many alternatives are of no use to Serve.
 _NUM_RANKED = 8
+# What a replica may be sent whatever its share is, in prompts.
+_FREE_PROMPTS = 2.0
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -80,8 +82,9 @@ class PolicyOptions:
     overload: `prefix` keeps replicas with more than (1 + overload) x mean work out, ...
     overload_floor_s: ... unless they have less work than this, or no more above the mean than computing all of the
         prompt takes: of two replicas with one idle, any work is twice the mean.
-    balance: `prefix` also keeps those out that were sent more than (1 + balance) x the mean lately and half of what
-        the prompt takes, but for what two such prompts take: hot prefixes are computed once more, elsewhere.
+    balance: `prefix` also keeps those out that, with the request, would have been sent more than (1 + balance) x the
+        mean lately, or two such prompts, and half a prompt beyond that (a whole one if they hold most of it): hot
+        prefixes are computed once more, elsewhere.
     tie_s, tie_share: costs this close to the best are equal, in seconds and as a share of the best.
     slow_start_s: a new replica takes over its share of cold prefixes within this time.
     match_share, imbalance_requests, imbalance_ratio: `threshold`: the share of the prompt that must match, and the
@@ -151,9 +154,10 @@ def prefix(request: RouteRequest, view: ClusterView, options: PolicyOptions) -> 
     cached = view.cached_tokens.astype(np.float64)
     weights = options.cost
     new_tokens = request.prompt_tokens + request.output_tokens - cached
+    prefill_s = view.cost.prefill_s(request.prompt_tokens, cached)
     seconds = (
         view.work_s
-        + (1 + weights.prefill_weight) * view.cost.prefill_s(request.prompt_tokens, cached)
+        + (1 + weights.prefill_weight) * prefill_s
         + weights.decode_weight * view.cost.decode_s(request.output_tokens, view.num_requests.astype(np.float64))
         + eviction_s(view.cost, weights, new_tokens, view.free_tokens)
         - weights.sharing_weight
@@ -163,8 +167,11 @@ def prefix(request: RouteRequest, view: ClusterView, options: PolicyOptions) -> 
     prompt_s = view.cost.prefill_s(request.prompt_tokens, np.zeros(len(view)))
     limit_s = np.maximum(options.overload_floor_s, mean_s + np.maximum(options.overload * mean_s, prompt_s))
     allowed = view.work_s <= limit_s
-    sent_limit_s = (1 + options.balance) * float(view.sent_s.mean()) + 0.5 * prompt_s
-    allowed &= view.sent_s <= np.maximum(sent_limit_s, 2 * prompt_s)
+    # What holds the prompt may be asked for it again after what has just been allowed to compute it.
+    slack_s = np.where(prefill_s > 0.5 * prompt_s, 0.5, 1.0) * prompt_s
+    share_s = np.maximum((1 + options.balance) * float(view.sent_s.mean()), _FREE_PROMPTS * prompt_s)
+    fair = view.sent_s + prefill_s <= share_s + slack_s
+    allowed &= fair if fair.any() else view.sent_s == view.sent_s.min()
     random_key = view.draw.to_bytes(8, "little")
     priorities = _rendezvous(request.anchor or random_key, view.seeds)
     warming = view.age_s < options.slow_start_s
@@ -183,6 +190,8 @@ def prefix(request: RouteRequest, view: ClusterView, options: PolicyOptions) -> 
     first = int(order[0])
     deepest = int(view.cached_tokens.max())
     reason: Reason = "cold" if deepest == 0 else "affinity" if view.cached_tokens[first] == deepest else "spill"
+    if reason == "spill" and not allowed[int(np.argmin(seconds))]:
+        reason = "bound"
     return Choice(ranked=_ranked(order), reason=reason)
 
 

@@ -1,5 +1,6 @@
 """Which replica holds which chunks: what a router believes, and what replicas have told it."""
 
+import sys
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
@@ -7,6 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+
+from chunkserve.replica.chunk_hash import DIGEST_BYTES
 
 # Of a chain that is only expected so many chunks are noted: 65,536 tokens tell where to go, and deciding about 240,000
 # would take twice its 5 ms. What the replica then reports is noted whole.
@@ -67,9 +70,17 @@ class PrefixIndex:
         self._dying: list[int] = []  # dead since this revolution of the hand
         self._dead: list[int] = []  # dead since the last one; clear when the hand is round
         self.num_evictions = 0
+        self.num_stored = 0  # entries that some replica told us of; of dead ones until the hand comes by
 
     def __len__(self) -> int:
         return len(self._at)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory, about: the columns as they are, and for each entry a digest and two masks."""
+        columns = (self._at, self._digest, self._stored, self._expected, self._expected_until_s, self._parent)
+        mask = sys.getsizeof((1 << max(1, self._num_bits)) - 1)
+        return sum(map(sys.getsizeof, columns)) + len(self._at) * (sys.getsizeof(bytes(DIGEST_BYTES)) + mask)
 
     # -- replicas ------------------------------------------------------------------------------------------------------
 
@@ -170,6 +181,7 @@ class PrefixIndex:
             return
         ancestor = at_parent
         while ancestor >= 0 and not self._stored[ancestor] & bit:
+            self.num_stored += not self._stored[ancestor]
             self._stored[ancestor] |= bit
             ancestor = self._parent[ancestor]
         for digest in digests:
@@ -178,6 +190,7 @@ class PrefixIndex:
                 at = self._insert(digest, at_parent)
                 if at is None:
                     return
+            self.num_stored += not self._stored[at]
             self._stored[at] |= bit
             self._expected[at] &= ~bit
             at_parent = at
@@ -188,8 +201,7 @@ class PrefixIndex:
         for digest in digests:
             at = self._at.get(digest)
             if at is not None:
-                self._stored[at] &= keep
-                self._expected[at] &= keep
+                self._keep(at, keep)
 
     # -- inner ---------------------------------------------------------------------------------------------------------
 
@@ -203,6 +215,13 @@ class PrefixIndex:
         if self._expected[at] and self._expected_until_s[at] > now_s:
             holders |= self._expected[at]
         return holders & self._alive
+
+    def _keep(self, at: int, mask: int) -> None:
+        """Forget all replicas of an entry but those of the mask."""
+        if self._stored[at]:
+            self._stored[at] &= mask
+            self.num_stored -= not self._stored[at]
+        self._expected[at] &= mask
 
     def _is_stored(self, digest: bytes, bit: int) -> bool:
         at = self._at.get(digest)
@@ -266,8 +285,7 @@ class PrefixIndex:
         at = self._hand
         if self._digest[at] is None:
             return -1
-        self._stored[at] &= self._alive
-        self._expected[at] &= self._alive
+        self._keep(at, self._alive)
         if at == keep or self._num_children[at]:
             self._used[at] = 0
             return -1
@@ -285,7 +303,7 @@ class PrefixIndex:
         assert self._num_children[at] == 0
         del self._at[digest]
         self._digest[at] = None
-        self._stored[at] = self._expected[at] = 0
+        self._keep(at, 0)
         self._expected_until_s[at] = 0.0
         self._free.append(at)
         if parent >= 0:
@@ -306,5 +324,6 @@ class PrefixIndex:
         assert children == list(self._num_children)
         assert len(self._at) + len(self._free) == len(self._digest)
         assert len(self._at) <= self.max_entries
+        assert self.num_stored == sum(mask != 0 for mask in self._stored)
         bits = [*self._bit_of_row.values(), *self._free_bits, *self._dying, *self._dead]
         assert sorted(bits) == list(range(self._num_bits)), "a bit is lost, or has two meanings"

@@ -1,26 +1,30 @@
 """All that one router knows: index, loads, costs. Live router and simulator drive the same object."""
 
 import logging
+import math
 import random
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 
 import numpy as np
 
 from chunkserve.replica.protocol import ChunkDelta, RoutingReport, StepTime
 
-from .cost import CostModel
 from .load_table import LoadTable
 from .policy import POLICIES, Choice, ClusterView, PolicyError, PolicyOptions, Reason, RouteRequest, choose_replica
 from .prefix_index import PrefixIndex, PrefixMatch
+from .replica_arrays import Replica, ReplicaArrays, ReplicaView, has_measured
+from .route_counters import HottestPrefix, RouteCounters, RouteSamples
 
 logger = logging.getLogger(__name__)
 
 # A belief in chunks that are to be computed lasts for the expected wait, and this much more.
 _EXPECT_MARGIN_S = 5.0
 _HEAD_TOKENS = 256
+# So many prompts with full chunks should have left a trace in the index.
+_ENOUGH_PROMPTS = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,37 +37,15 @@ class Route:
 
 
 @dataclass(slots=True)
-class RouteCounters:
-    """Totals since the start, for metrics."""
-
-    decisions: dict[Reason, int] = field(default_factory=dict)
-    faults: int = 0
-    predicted_cached_tokens: int = 0
-    actual_cached_tokens: int = 0
-    prompt_tokens: int = 0
-    stale_hits: int = 0
-    first_tokens: int = 0
-    gaps: int = 0
-
-
-@dataclass(slots=True)
-class _Replica:
-    name: str
-    row: int
-    seed: int
-    joined_s: float
-    report: RoutingReport | None = None
-    is_trusted: bool = True
-    epoch: int | None = None
-    sequence: int = 0
-
-
-@dataclass(slots=True)
 class _Ticket:
     prompt_tokens: int
     digests: tuple[bytes, ...]
     replica: str | None = None
     predicted: int = 0
+    reason: Reason | None = None
+    routed_s: float = 0.0
+    expected_s: float | None = None  # until the first token
+    alternative_s: float | None = None  # on the best of the other replicas
     is_first_done: bool = False
     decision_s: float | None = None
     failed_on: tuple[str, ...] = ()
@@ -104,15 +86,16 @@ class RoutingState:
         self.index = PrefixIndex(max_entries)
         self.loads = LoadTable()
         self.counters = RouteCounters()
+        self.samples = RouteSamples()
         self._chunk_identity = chunk_identity
-        self._replicas: dict[str, _Replica] = {}
+        self._replicas: dict[str, Replica] = {}
         self._tickets: dict[str, _Ticket] = {}
         self._free_rows: list[int] = []
         self._num_rows = 0
         self._turn = 0
         self._random = random.Random(seed)
         self._lock = threading.RLock()
-        self._arrays: _Arrays | None = None
+        self._arrays: ReplicaArrays | None = None
 
     # -- replicas ------------------------------------------------------------------------------------------------------
 
@@ -136,7 +119,7 @@ class RoutingState:
             row = self._free_rows.pop() if self._free_rows else self._num_rows
             self._num_rows = max(self._num_rows, row + 1)
             seed = int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little")
-            self._replicas[name] = _Replica(name, row, seed, now_s)
+            self._replicas[name] = Replica(name, row, seed, now_s)
             self.index.add_replica(row)
             self.loads.add_replica(row)
             self._arrays = None
@@ -166,8 +149,12 @@ class RoutingState:
                     name, report.chunk_identity, self._chunk_identity,
                 )  # fmt: skip
                 self.index.clear_replica(replica.row)
-            if replica.report is None or trusted != replica.is_trusted or _differs(replica.report, report):
+            last = replica.report
+            # Those that have measured nothing are taken to be like others that have, and draining ones are left out.
+            if last is None or last.draining != report.draining or has_measured(last) != has_measured(report):
                 self._arrays = None
+            elif self._arrays is not None:
+                self._arrays.update(name, report)
             replica.is_trusted = trusted
             replica.report = report
             self.loads.report(replica.row, report)
@@ -189,6 +176,7 @@ class RoutingState:
                 return
             self._enter_epoch(replica, delta.epoch)
             if delta.is_snapshot:
+                self.counters.resyncs += 1
                 if replica.sequence:
                     self.counters.gaps += 1
                     logger.warning("index_gap replica=%s sequence=%d", name, replica.sequence)
@@ -199,6 +187,13 @@ class RoutingState:
                 else:
                     self.index.evict((digest,), replica.row)
             replica.sequence = delta.sequence
+
+    def fed(self, names: Iterable[str], now_s: float) -> None:
+        """These replicas have said how their chunks changed."""
+        with self._lock:
+            for name in names:
+                if (replica := self._replicas.get(name)) is not None:
+                    replica.fed_s = now_s
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -254,6 +249,7 @@ class RoutingState:
             ticket = self._tickets.get(key)
             if ticket is not None and ticket.replica is not None:
                 ticket.failed_on = (*ticket.failed_on, ticket.replica)
+                self.counters.retries += 1
                 self.loads.release(key)
 
     def rerouted(self, key: str, name: str, now_s: float) -> None:
@@ -263,15 +259,17 @@ class RoutingState:
             if ticket is None or replica is None or ticket.replica == name:
                 return
             ticket.replica = name
+            ticket.expected_s = ticket.alternative_s = None
             match = self.index.match(ticket.digests, now_s, self._num_rows)
             ticket.predicted = min(int(match.depths[replica.row]) * self.chunk_size, ticket.prompt_tokens - 1)
             step = replica.report.step if replica.report else StepTime()
-            self.loads.reserve(key, replica.row, step.per_token_s * (ticket.prompt_tokens - ticket.predicted), now_s)
+            tokens = ticket.prompt_tokens - ticket.predicted
+            self.loads.reserve(key, replica.row, step.per_token_s * tokens, now_s, tokens=tokens, steps=1)
             if replica.is_trusted:
                 self.index.expect(ticket.digests, replica.row, now_s + _EXPECT_MARGIN_S, now_s)
 
-    def first_token(self, key: str, cached_tokens: int) -> tuple[str, int] | None:
-        """The request's prompt is computed; cached_tokens of it had been there.
+    def first_token(self, key: str, cached_tokens: int, now_s: float | None = None) -> tuple[str, int] | None:
+        """The request's prompt is computed; cached_tokens of it had been there. None for now_s: nobody looks at times.
 
         Returns:
             The replica's name and the cached tokens predicted; None if nothing is known of the request.
@@ -283,23 +281,49 @@ class RoutingState:
             if not ticket.is_first_done:
                 ticket.is_first_done = True
                 self.loads.prefilled(key)
-                counters = self.counters
-                counters.first_tokens += 1
-                counters.prompt_tokens += ticket.prompt_tokens
-                counters.predicted_cached_tokens += ticket.predicted
-                counters.actual_cached_tokens += cached_tokens
-                counters.stale_hits += cached_tokens + self.chunk_size <= ticket.predicted
-                replica = self._replicas.get(ticket.replica)
-                # Whatever was predicted: all of the prompt's chunks are there now.
-                if replica is not None and replica.is_trusted:
-                    self.index.store(ticket.digests, replica.row)
+                self._learn(ticket, cached_tokens)
+                if now_s is not None:
+                    self._compare_times(ticket, now_s - ticket.routed_s)
             return ticket.replica, ticket.predicted
+
+    def _learn(self, ticket: _Ticket, cached_tokens: int) -> None:
+        counters = self.counters
+        counters.first_tokens += 1
+        counters.chunked_first_tokens += bool(ticket.digests)
+        counters.prompt_tokens += ticket.prompt_tokens
+        counters.predicted_cached_tokens += ticket.predicted
+        counters.actual_cached_tokens += cached_tokens
+        counters.prediction_error_tokens += abs(cached_tokens - ticket.predicted)
+        counters.stale_hits += cached_tokens + self.chunk_size <= ticket.predicted
+        replica = self._replicas.get(ticket.replica or "")
+        # Whatever was predicted: all of the prompt's chunks are there now.
+        if replica is not None and replica.is_trusted:
+            self.index.store(ticket.digests, replica.row)
+
+    def _compare_times(self, ticket: _Ticket, actual_s: float) -> None:
+        if ticket.expected_s is not None:
+            self.counters.actual_s += actual_s
+            self.counters.time_error_s += abs(actual_s - ticket.expected_s)
+        if ticket.alternative_s is not None:
+            self.samples.regret_s.append(max(0.0, actual_s - ticket.alternative_s))
 
     def decided(self, key: str, seconds: float) -> None:
         """Choosing for an open request took so long."""
         with self._lock:
             if (ticket := self._tickets.get(key)) is not None:
                 ticket.decision_s = seconds
+                self.samples.decision_s.append(seconds)
+
+    def fault(self) -> None:
+        """Our own code failed, and a request went by power of two choices."""
+        with self._lock:
+            self.counters.faults += 1
+            self.counters.decisions["degraded"] = self.counters.decisions.get("degraded", 0) + 1
+
+    def reason(self, key: str) -> Reason | None:
+        """Why an open request went where it went; None if nothing is known of it."""
+        ticket = self._tickets.get(key)
+        return None if ticket is None else ticket.reason
 
     def decision_s(self, key: str) -> float | None:
         """How long the last choice for an open request took; None if nothing is known of it."""
@@ -314,11 +338,36 @@ class RoutingState:
 
     def work_s(self, now_s: float) -> dict[str, float]:
         """Seconds of work by replica, as this router sees it."""
+        return {name: view.queued_s for name, view in self.replica_views(now_s).items()}
+
+    def replica_views(self, now_s: float) -> dict[str, ReplicaView]:
+        """Each replica, as this router sees it."""
         with self._lock:
             replicas = list(self._replicas.values())
             rows = np.array([replica.row for replica in replicas], np.int64)
             seconds = self.loads.work_s(rows, now_s).tolist()
-            return dict(zip((replica.name for replica in replicas), seconds, strict=True))
+            return {
+                replica.name: replica.view(work_s, now_s) for replica, work_s in zip(replicas, seconds, strict=True)
+            }
+
+    def hottest_prefix(self, now_s: float) -> HottestPrefix | None:
+        """The one that most open requests gather around; None without any."""
+        with self._lock:
+            hottest = self.loads.hottest_anchor()
+            if hottest is None:
+                return None
+            anchor, requests = hottest
+            copies = int((self.index.match((anchor,), now_s, self._num_rows).depths > 0).sum())
+            return HottestPrefix(copies=copies, share=requests / max(1, self.loads.num_open))
+
+    @property
+    def degraded(self) -> str | None:
+        """Why prompts are routed as if nothing were cached anywhere; None if they are not."""
+        if self._replicas and not any(replica.is_trusted for replica in self._replicas.values()):
+            return "no replica names its chunks as this router does"
+        if self.counters.chunked_first_tokens >= _ENOUGH_PROMPTS and not len(self.index):
+            return f"nothing is known of the chunks of {self.counters.chunked_first_tokens} prompts"
+        return None
 
     @property
     def num_open(self) -> int:
@@ -327,7 +376,7 @@ class RoutingState:
 
     # -- inner ---------------------------------------------------------------------------------------------------------
 
-    def _enter_epoch(self, replica: _Replica, epoch: int) -> None:
+    def _enter_epoch(self, replica: Replica, epoch: int) -> None:
         if replica.epoch == epoch:
             return
         if replica.epoch is not None:
@@ -343,13 +392,13 @@ class RoutingState:
         head = digests[min(-(-_HEAD_TOKENS // self.chunk_size), len(digests)) - 1] if digests else b""
         return RouteRequest(prompt_tokens=prompt_tokens, output_tokens=output_tokens, anchor=anchor, head=head)
 
-    def _view(self, request: RouteRequest, arrays: "_Arrays", match: PrefixMatch, now_s: float) -> ClusterView:
+    def _view(self, request: RouteRequest, arrays: ReplicaArrays, match: PrefixMatch, now_s: float) -> ClusterView:
         rows = arrays.rows
         shares = request.anchor and self.options.cost.sharing_weight and arrays.has_context_cost
         return ClusterView(
             seeds=arrays.seeds,
             work_s=self.loads.work_s(rows, now_s),
-            sent_s=self.loads.sent_s(rows),
+            sent_s=arrays.cost.compute_s(*self.loads.sent(rows)),
             num_requests=self.loads.num_requests(rows, now_s),
             cached_tokens=np.minimum(match.depths[rows] * self.chunk_size, request.prompt_tokens - 1),
             num_sharers=self.loads.num_sharers(rows, request.anchor) if shares else arrays.zeros,
@@ -365,7 +414,7 @@ class RoutingState:
         key: str,
         digests: Sequence[bytes],
         request: RouteRequest,
-        arrays: "_Arrays",
+        arrays: ReplicaArrays,
         view: ClusterView,
         choice: Choice,
         now_s: float,
@@ -376,9 +425,15 @@ class RoutingState:
         cached = int(view.cached_tokens[first])
         ticket = self._tickets.get(key)
         if ticket is not None:
-            prefill_s = float(view.cost.prefill_s(request.prompt_tokens, view.cached_tokens.astype(float))[first])
-            ticket.replica, ticket.predicted = name, cached
-            self.loads.reserve(key, row, prefill_s, now_s, request.anchor)
+            prefill = view.cost.prefill_s(request.prompt_tokens, view.cached_tokens.astype(float))
+            expected, prefill_s = view.work_s + prefill, float(prefill[first])
+            ticket.replica, ticket.predicted, ticket.reason = name, cached, choice.reason
+            ticket.routed_s, ticket.expected_s = now_s, float(expected[first])
+            expected[first] = np.inf
+            ticket.alternative_s = float(expected.min()) if len(expected) > 1 else None
+            tokens = request.prompt_tokens - cached
+            steps = math.ceil(tokens / float(view.cost.max_step_tokens[first]))
+            self.loads.reserve(key, row, prefill_s, now_s, request.anchor, tokens=tokens, steps=steps)
             if self._replicas[name].is_trusted:
                 until_s = now_s + 2 * (float(view.work_s[first]) + prefill_s) + _EXPECT_MARGIN_S
                 self.index.expect(digests, row, until_s, now_s)
@@ -387,15 +442,17 @@ class RoutingState:
             replicas=tuple(arrays.names[at] for at in choice.ranked), cached_tokens=cached, reason=choice.reason
         )
 
-    def _columns(self) -> "_Arrays":
+    def _columns(self) -> ReplicaArrays:
         if self._arrays is None:
-            self._arrays = _Arrays.of(list(self._replicas.values()), self.chunk_size)
+            self._arrays = ReplicaArrays.of(list(self._replicas.values()), self.chunk_size)
         return self._arrays
 
-    def _subset(self, candidates: Sequence[str]) -> "_Arrays":
+    def _subset(self, candidates: Sequence[str]) -> ReplicaArrays:
         if len(candidates) == len(self._replicas) and all(name in self._replicas for name in candidates):
             return self._columns()
-        return _Arrays.of([self._replicas[name] for name in candidates if name in self._replicas], self.chunk_size)
+        return ReplicaArrays.of(
+            [self._replicas[name] for name in candidates if name in self._replicas], self.chunk_size
+        )
 
     def check(self) -> None:
         """Assert the invariants of index and loads."""
@@ -403,52 +460,3 @@ class RoutingState:
             self.index.check()
             self.loads.check()
             assert self.loads.num_open <= len(self._tickets), "work is reserved for a request that has ended"
-
-
-class _Arrays:
-    """What of the replicas changes seldom, by position."""
-
-    def __init__(self, replicas: Sequence[_Replica], chunk_size: int) -> None:
-        reports = [replica.report for replica in replicas]
-        # Who has not reported yet is taken to be like another: a guess of our own might make it look fast.
-        like = next((report.step for report in reports if report), StepTime())
-        steps = [report.step if report else like for report in reports]
-
-        def floats(values: Sequence[float]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-            return np.array(values, np.float64)
-
-        self.names = [replica.name for replica in replicas]
-        self.rows = np.array([replica.row for replica in replicas], np.int64)
-        self.zeros = np.zeros(len(replicas), np.int64)
-        self.seeds = np.array([replica.seed for replica in replicas], np.uint64)
-        self.joined_s = floats([replica.joined_s for replica in replicas])
-        self.free_tokens = floats(
-            [
-                chunk_size * (report.chunks_total - report.chunks_in_use - report.chunks_retained) if report else np.inf
-                for report in reports
-            ]
-        )
-        self.cost = CostModel(
-            fixed_s=floats([step.fixed_s for step in steps]),
-            per_token_s=floats([step.per_token_s for step in steps]),
-            per_context_s=floats([step.per_context_s for step in steps]),
-            per_sequence_s=floats([step.per_sequence_s for step in steps]),
-            max_step_tokens=floats([report.max_step_tokens if report else np.inf for report in reports]),
-        )
-        self.has_context_cost = any(step.per_context_s for step in steps)
-
-    @classmethod
-    def of(cls, replicas: Sequence[_Replica], chunk_size: int) -> "_Arrays":
-        """Draining replicas are left out while there are others."""
-        staying = [replica for replica in replicas if not (replica.report and replica.report.draining)]
-        return cls(staying or replicas, chunk_size)
-
-
-def _differs(one: RoutingReport, other: RoutingReport) -> bool:
-    """Whether anything in _Arrays changes."""
-    return (
-        one.step != other.step
-        or one.draining != other.draining
-        or one.max_step_tokens != other.max_step_tokens
-        or (one.chunks_in_use + one.chunks_retained) != (other.chunks_in_use + other.chunks_retained)
-    )

@@ -36,7 +36,7 @@ class ServeRouter(RequestRouter):
         try:
             return self._ranks(candidate_replicas, pending_request)
         except Exception:  # whatever it is: the request must go somewhere
-            self._state.counters.faults += 1
+            self._state.fault()
             logger.exception("route_failed: power of two choices instead")
             return _two_of(candidate_replicas)
         finally:

@@ -7,6 +7,7 @@ import asyncio
 import json
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -111,3 +112,4 @@ async def follow_chunks(
         for name, delta in deltas:
             if delta is not None and name in cursors:
                 state.apply(name, cursors[name], delta)
+        state.fed((name for name, delta in deltas if delta is not None), time.time())

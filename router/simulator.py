@@ -193,7 +193,7 @@ class Simulator:
         if job.is_over or job.first_s is not None:
             return
         job.first_s = self.now_s
-        known = job.router.first_token(job.key, job.cached)
+        known = job.router.first_token(job.key, job.cached, self.now_s)
         self.result.stale_hits += known is not None and job.cached + self.config.chunk_size <= known[1]
         if not job.request.is_warmup:
             self.result.ttft_s.append(self.now_s - job.request.at_s)

@@ -1,6 +1,7 @@
 """What the live routing benchmark asks, and the simulator's run of it."""
 
 import importlib
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,24 @@ def test_the_simulator_is_asked_what_the_server_was(live: Any) -> None:
     # After the warm-up all is there that a prompt shares with all of its questions.
     shared = sum(_shared(ask, [*warmup, *asks]) for ask in asks)
     assert shared <= result.cached_tokens <= result.prompt_tokens - len(asks)
+
+
+def test_the_way_is_found_that_gave_the_medians(live: Any) -> None:
+    simulated = importlib.import_module("live_simulated")
+    questions = live.Questions(WordTokenizer(), 3)
+
+    def runs(transit_s: float) -> list[Any]:
+        fit = simulated.Fit(step=StepTime(fixed_s=0.01, per_token_s=1e-4), transit_s=transit_s)
+        sizes = {"replicas": 2, "chunk_size": 64, "chunks": 1000, "max_step_tokens": 128}
+        return [simulated.simulated(arm, 1.0, fit, **sizes) for arm in arms]
+
+    arms = []
+    for seed in (0, 1):
+        warmup = questions.warmup(seed=seed, output_tokens=(2, 2))
+        asks = questions.asks(rate_rps=5, seconds=6, seed=seed, output_tokens=(2, 2))
+        arms.append(live.Arm(policy="prefix", load=0.1, seed=seed, warmup=warmup, asks=asks))
+    medians_s = [statistics.median(result.ttft_s) for result in runs(0.034)]
+    assert simulated.fitted_transit_s(medians_s, runs) == pytest.approx(0.034, abs=0.001)
 
 
 def _shared(ask: Any, asks: list[Any]) -> int:

@@ -2,10 +2,12 @@
 
 import asyncio
 import random
+import re
 
 import pytest
 
 from chunkserve.deploy.fair_queue import FairQueue
+from chunkserve.deploy.metrics import IngressMetrics
 from chunkserve.replica.protocol import ReplicaOverloaded
 
 
@@ -121,6 +123,30 @@ async def test_a_request_of_more_sequences_than_fit_runs_alone() -> None:
     assert work.served == ["a", "b"]
     await work.end_all()
     assert work.served == ["a", "b", "a"]
+
+
+async def test_what_tenants_got_is_seen_without_their_names() -> None:
+    queue = FairQueue(capacity=4, max_waiting=10)
+    metrics = IngressMetrics("toy")
+    metrics.watch_queue(queue)
+    for number in range(30):
+        async with queue.turn(f"tenant {number}", sequences=1, tokens=100) as turn:
+            turn.tokens = 100 * (number + 1)
+    async with queue.turn("tenant 29", sequences=1, tokens=100):
+        pass
+    text = metrics.text({}).decode()
+    served = dict(
+        re.findall(r'^chunkserve_tenant_served_tokens_total{model="toy",tenant="(\w{8})"} (\S+)$', text, re.M)
+    )
+    deficit = dict(re.findall(r'^chunkserve_tenant_deficit{model="toy",tenant="(\w{8})"} (\S+)$', text, re.M))
+    assert sorted(map(float, served.values()))[-2:] == [2900.0, 3100.0]
+    assert len(served) == len(deficit) == 20
+    assert "tenant 29" not in text
+    assert min(map(float, deficit.values())) == 0.0
+    assert max(map(float, deficit.values())) > 0.0
+    tokens = [100 * (number + 1) for number in range(29)] + [3100]
+    jain = sum(tokens) ** 2 / (30 * sum(number**2 for number in tokens))
+    assert f'chunkserve_jain_index{{model="toy"}} {jain}' in text
 
 
 async def test_names_as_many_as_requests_are_forgotten() -> None:

@@ -289,6 +289,8 @@ async def test_metrics(http, replica) -> None:
         ("chunkserve_http_requests_total", "/v1/chat/completions", "400"): 1,
         ("chunkserve_http_requests_total", "/v1/completions", "429"): 1,
         ("chunkserve_http_requests_total", "other", "404"): 1,
+        ("chunkserve_rejected_total", "replica_queue"): 1,
+        ("chunkserve_route_tokenize_seconds_count",): 2,
         ("chunkserve_finished_choices_total", "stop"): 2,
         ("chunkserve_finished_choices_total", "refused"): 1,
         ("chunkserve_request_prompt_tokens_total",): prompt_tokens,

@@ -49,21 +49,26 @@ def test_a_request_is_work_until_its_first_token_and_counts_until_its_end() -> N
 
 def test_what_was_sent_fades_and_moves_with_its_request() -> None:
     table = table_of(2)
-    table.reserve("a", 0, 2.0, now_s=0.0)
+
+    def sent() -> list[list[float]]:
+        return [column.tolist() for column in table.sent(ROWS)]
+
+    table.reserve("a", 0, 2.0, now_s=0.0, tokens=200, steps=2)
     table.prefilled("a")
     table.release("a")
-    assert table.sent_s(ROWS).tolist() == [2.0, 0.0]
-    table.reserve("b", 1, 0.5, now_s=60.0)
-    assert table.sent_s(ROWS).tolist() == pytest.approx([2.0 / np.e, 0.5])
-    table.reserve("b", 0, 0.75, now_s=60.0)
-    assert table.sent_s(ROWS).tolist() == pytest.approx([2.0 / np.e + 0.75, 0.0])
+    assert sent() == [[200, 0], [2, 0]]
+    table.reserve("b", 1, 0.5, now_s=60.0, tokens=50, steps=1)
+    assert sent()[0] == pytest.approx([200 / np.e, 50])
+    table.reserve("b", 0, 0.75, now_s=60.0, tokens=75, steps=1)
+    assert sent()[0] == pytest.approx([200 / np.e + 75, 0])
+    assert sent()[1] == pytest.approx([2 / np.e + 1, 0])
 
 
 def test_a_new_replica_begins_with_what_others_were_sent() -> None:
     table = table_of(2)
-    table.reserve("a", 0, 2.0, now_s=0.0)
+    table.reserve("a", 0, 2.0, now_s=0.0, tokens=200, steps=2)
     table.add_replica(2)
-    assert table.sent_s(np.arange(3)).tolist() == [2.0, 0.0, 1.0]
+    assert [column.tolist() for column in table.sent(np.arange(3))] == [[200, 0, 100], [2, 0, 1]]
 
 
 def test_a_report_covers_what_was_sent_before_it() -> None:

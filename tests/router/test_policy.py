@@ -84,7 +84,9 @@ def test_prefix_keeps_overloaded_replicas_out_whatever_they_hold() -> None:
     view = view_of(4, cached_tokens=[0, 9000, 0, 0], work_s=[10.0, 30.0, 10.0, 10.0])
     request = request_of(tokens=10_000)
     assert choose_replica("prefix", request, view, PolicyOptions(overload=2.0)).ranked[0] == 1
-    assert choose_replica("prefix", request, view, PolicyOptions(overload=0.5)).ranked[0] != 1
+    bound = choose_replica("prefix", request, view, PolicyOptions(overload=0.5))
+    assert bound.ranked[0] != 1
+    assert bound.reason == "bound"
 
 
 def test_of_two_replicas_the_busy_one_keeps_its_prompt_while_waiting_costs_less_than_computing_it() -> None:
@@ -102,9 +104,15 @@ def test_prefix_leaves_a_replica_that_was_sent_more_than_its_share_though_it_is_
         view = view_of(4, cached_tokens=[0, 2944, 0, 0], sent_s=[10.0, sent_s, 10.0, 10.0])
         return choose_replica("prefix", request_of(tokens=3000), view, OPTIONS).ranked[0]
 
-    # Half of the prompt is 1.5 s, and a tenth above the mean is allowed: 1.1 (30 + x) / 4 + 1.5 = x at x = 13.45.
-    assert first(13.3) == 1
-    assert first(13.7) != 1
+    # It holds most of the prompt of 3.03 s, and needs 0.06 s: 1.1 (30 + x) / 4 + 3.03 = x + 0.06 at x = 15.5.
+    assert first(15.3) == 1
+    assert first(15.7) != 1
+
+
+def test_where_all_have_had_their_share_a_new_prompt_goes_to_who_had_least() -> None:
+    for number in range(8):
+        view = view_of(4, sent_s=[9.0, 9.1, 8.9, 9.2])
+        assert choose_replica("prefix", request_of(tokens=3000, anchor=f"{number}"), view, OPTIONS).ranked[0] == 2
 
 
 def test_new_prefixes_go_by_rendezvous_the_same_in_all_routers() -> None:
@@ -124,6 +132,15 @@ def test_a_ninth_replica_moves_a_ninth_of_the_prefixes() -> None:
     moved = [new for old, new in zip(eight, nine, strict=True) if old != new]
     assert set(moved) == {8}
     assert 50 < len(moved) < 160
+
+
+def test_eight_in_place_of_four_take_half_of_the_prefixes() -> None:
+    names = [f"prompt {i}" for i in range(800)]
+    four = [choose_replica("prefix", request_of(anchor=n), view_of(4), OPTIONS).ranked[0] for n in names]
+    eight = [choose_replica("prefix", request_of(anchor=n), view_of(8), OPTIONS).ranked[0] for n in names]
+    moved = [new for old, new in zip(four, eight, strict=True) if old != new]
+    assert set(moved) == {4, 5, 6, 7}, "none moves between those that stay"
+    assert len(moved) == pytest.approx(400, abs=60)
 
 
 def test_prompts_without_a_full_chunk_spread_at_random() -> None:

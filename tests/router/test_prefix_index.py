@@ -126,6 +126,26 @@ def test_many_replicas() -> None:
     assert index.match(prompt, 0.0, rows).depths.tolist() == depths.tolist()
 
 
+def test_a_prompt_of_240_000_tokens_over_96_replicas_takes_a_few_looks() -> None:
+    """Not one per chunk and replica: that took 674 ms elsewhere."""
+    index = index_with(96, max_entries=10_000)
+    prompt = tuple(digest_of(f"{i}") for i in range(3750))
+    depths = [0, 1, 500, 3750, 1200, 500] * 16
+    for row, depth in enumerate(depths):
+        index.store(prompt[:depth], row)
+    looks = 0
+    holders = index._holders
+
+    def counted(digest: bytes, now_s: float) -> int:
+        nonlocal looks
+        looks += 1
+        return holders(digest, now_s)
+
+    index._holders = counted  # type: ignore[method-assign]
+    assert index.match(prompt, 0.0, 96).depths.tolist() == depths
+    assert looks < 5 * 12 + 12, "about the logarithm of the length for each different depth"
+
+
 def test_it_needs_room() -> None:
     with pytest.raises(ValueError, match="routing_index_entries"):
         PrefixIndex(0)

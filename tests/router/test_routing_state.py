@@ -1,12 +1,16 @@
+import asyncio
 import random
+from collections.abc import Mapping
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from chunkserve.replica.chunk_hash import ChunkScheme
 from chunkserve.replica.protocol import ChunkDelta, RoutingReport, StepTime
 from chunkserve.router.policy import PolicyError, PolicyOptions, policy_options
 from chunkserve.router.routing_state import RoutingState
+from chunkserve.router.shared_state import follow_chunks
 
 SCHEME = ChunkScheme(model="m", dtype="bfloat16", chunk_size=16)
 
@@ -177,6 +181,121 @@ def test_draining_replicas_get_nothing_while_there_are_others() -> None:
     other = "b" if name == "a" else "a"
     state.report(other, report(draining=True))
     assert send(state, "y", prompt("p"))[0] in ("a", "b")
+
+
+def test_an_idle_replica_that_drains_does_not_make_the_others_look_unbalanced() -> None:
+    """By its counts alone, 40 against 0, `threshold` would leave the prompt's replica."""
+    state = state_of("a", "b", "drains", policy="threshold")
+    for name, requests in (("a", 40), ("b", 38), ("drains", 0)):
+        state.report(name, report(running_sequences=requests, draining=name == "drains"))
+    size, digests = prompt("p")
+    state.index.store(digests, state._replicas["a"].row)
+    assert send(state, "1", (size, digests)) == ("a", 399)
+    state.report("drains", report(2.0))
+    assert send(state, "2", (size, digests), now_s=2.0)[0] == "drains"
+
+
+def test_reports_of_health_and_equal_replica_sets_touch_no_load() -> None:
+    state = state_of("a", "b")
+    names = {send(state, f"{i}", prompt(f"p{i}"))[0] for i in range(6)}
+    assert names == {"a", "b"}
+    state.first_token("0", 0)
+    before = [getattr(state.loads, name).tolist() for name in ("_own_us", "_since_us", "_in_flight", "_sent_since")]
+    assert any(before[0])
+    for _ in range(3):
+        state.set_replicas(["b", "a"], 2.0)
+        state.set_replicas(["a", "b"], 2.0)
+    state.check()
+    after = [getattr(state.loads, name).tolist() for name in ("_own_us", "_since_us", "_in_flight", "_sent_since")]
+    assert after == before
+    # A replica that says it has nothing, while ours are on their way, is not believed about those.
+    state.report("a", report(0.5))
+    assert state.loads.num_requests(np.arange(2), 1.0).sum() == 6
+
+
+def test_a_feed_that_fails_for_a_while_leaves_what_answers_tell_and_a_snapshot_repairs_the_rest() -> None:
+    state = state_of("a", policy="prefix")
+    state.report("a", report())
+    size, digests = prompt("seen", 64)
+    other_size, others = prompt("unseen", 64)
+    told = ChunkDelta(
+        epoch=1,
+        sequence=8,
+        is_snapshot=True,
+        changes=tuple((d, p, True) for chain in (digests, others) for d, p in zip(chain, (None, *chain), strict=False)),
+    )
+    asked: list[dict[str, tuple[int, int]]] = []
+
+    def ask(since: Mapping[str, tuple[int, int]]) -> list[tuple[str, ChunkDelta | None]]:
+        asked.append(dict(since))
+        if len(asked) <= 3:
+            raise TimeoutError("no answer")
+        return [("a", told if len(asked) == 4 else None)]
+
+    async def follow() -> None:
+        feed = asyncio.create_task(follow_chunks(state, ask, period_s=0.001))
+        while len(asked) < 3:
+            await asyncio.sleep(0.001)
+        # In the meantime: approximate.
+        send(state, "1", (size, digests))
+        state.first_token("1", 0)
+        state.close("1")
+        assert send(state, "2", (size, digests), now_s=1000.0)[1] == 63
+        assert send(state, "3", (other_size, others), now_s=1000.0)[1] == 0
+        while len(asked) < 6:
+            await asyncio.sleep(0.001)
+        feed.cancel()
+
+    asyncio.run(follow())
+    assert asked[:4] == [{"a": (1, 0)}] * 4, "it goes on from where it was"
+    assert asked[5] == {"a": (1, 8)}
+    assert send(state, "4", (other_size, others), now_s=2000.0)[1] == 63
+    state.check()
+
+
+def test_a_replica_that_has_computed_nothing_is_taken_to_be_like_one_that_has() -> None:
+    """It reports what everybody believes before the first step: beside measured ones that would look fast."""
+    state = state_of("a", "b")
+    size, digests = prompt("p", 64)
+    slow = StepTime(fixed_s=1.0, per_token_s=0.05)
+    for name, step in (("a", slow), ("b", StepTime())):
+        state.report(name, report(step=step))
+    state.index.store(digests, state._replicas["a"].row)
+    assert send(state, "1", (size, digests))[0] == "a"
+    state.report("b", report(2.0, step=StepTime(fixed_s=0.001, per_token_s=1e-3)))
+    assert send(state, "2", (size, digests), now_s=2.0)[0] == "b"
+
+
+@pytest.mark.parametrize("names", ["ab", "cd", "ef", "gh", "xyz"])
+def test_prompts_of_an_idle_cluster_are_found_again_whoever_got_them(names: str) -> None:
+    """Where rendezvous gives one replica most of the first few prompts, it may keep them."""
+    state = state_of(*names)
+    for name in names:
+        state.report(name, report(step=StepTime(fixed_s=0.05, per_token_s=0.002)))
+    for number in range(40):
+        size, digests = prompt(f"{names} {number}")
+        first, cached = send(state, f"{number}", (size, digests), now_s=5.0 * number)
+        assert cached == 0
+        state.first_token(f"{number}", 0)
+        state.close(f"{number}")
+        for question in "xy":
+            key = f"{number} {question}"
+            assert send(state, key, (size, digests[:20]), now_s=5.0 * number + 2)[0] == first, number
+            state.first_token(key, 320)
+            state.close(key)
+
+
+def test_what_was_sent_counts_by_what_steps_cost_now() -> None:
+    """A machine that was busy when it was sent would seem to have had more than its share for a minute."""
+    state = state_of("a", "b")
+    for name in ("a", "b"):
+        state.report(name, report(step=StepTime(fixed_s=0.0, per_token_s=0.1)))
+    first, _ = send(state, "1", prompt("p"))
+    state.first_token("1", 0)
+    state.close("1")
+    for name in ("a", "b"):
+        state.report(name, report(2.0, step=StepTime(fixed_s=0.0, per_token_s=0.001)))
+    assert send(state, "2", prompt("p"), now_s=2.0) == (first, 399)
 
 
 def test_a_failed_replica_is_avoided_by_the_request_that_failed() -> None:

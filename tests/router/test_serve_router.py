@@ -1,5 +1,6 @@
 """The router inside Ray Serve: two real replicas, over HTTP."""
 
+import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -7,10 +8,13 @@ from pathlib import Path
 
 import httpx
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from chunkserve.deploy.cli import app
+from chunkserve.deploy.config import DEFAULT_FILE
 from chunkserve.deploy.local_server import LocalServer, local_server
+from chunkserve.router.route_metrics import METRIC_NAMES
 
 pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -18,12 +22,17 @@ CHUNK = 64
 
 
 @pytest.fixture(scope="module")
-def server(small_model: Path) -> Iterator[LocalServer]:
+def server(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
+    # So that replicas can be told to go, without a change of the application.
+    document = yaml.safe_load(DEFAULT_FILE.read_text())
+    document["applications"][0]["external_scaler_enabled"] = True
+    config = tmp_path_factory.mktemp("config") / "config.yaml"
+    config.write_text(yaml.safe_dump(document))
     knobs = {
         "num_replicas": 2, "num_threads": 1, "kv_pool_chunks": 96, "max_sequence_tokens": 2048,
         "allow_cache_reset": True,
     }  # fmt: skip
-    with local_server(knobs) as local:
+    with local_server(knobs, config=config) as local:
         yield local
 
 
@@ -121,8 +130,63 @@ def test_the_ingress_names_chunks_as_the_engine_cuts_them(server: LocalServer, k
         assert predicted == cached // CHUNK * CHUNK
         assert (cached >= 4 * CHUNK) == bool(number)
         assert int(answer.headers["x-chunkserve-decision-us"]) > 0
+        assert answer.headers["x-chunkserve-reason"] == ("affinity" if number else "cold")
         if not number:
             time.sleep(1.5)  # as above
+
+
+def ray_metrics(server: LocalServer) -> dict[str, float]:
+    """Our metrics as Ray gives them to Prometheus, summed over their labels."""
+    folder = Path(server.processes()[0].environ()["RAY_TMPDIR"], "ray/session_latest")
+    (port,) = {int(path.read_text()) for path in folder.glob("metrics_export_port_*")}
+    text = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=30).text
+    found: dict[str, float] = {}
+    for name, value in re.findall(r"^ray_(chunkserve_\w+)(?:{[^}]*})? (\S+)$", text, re.MULTILINE):
+        found[name] = found.get(name, 0.0) + float(value)
+    return found
+
+
+def test_ray_has_the_routers_metrics_and_its_load_returns_to_zero_after_disconnects(server: LocalServer) -> None:
+    """Clients leave in prefill and in decode; what they had reserved is released."""
+    body = {"max_tokens": 400, "ignore_eos": True, "stream": True, "cache_salt": "left"}
+    before = ray_metrics(server).get("chunkserve_cancel_total", 0.0)
+
+    def leave(number: int) -> None:
+        with httpx.stream(
+            "POST", f"{server.url}/v1/completions", json=body | {"prompt": prompt_of(500 + number, 1200)}, timeout=60
+        ) as stream:
+            next(stream.iter_raw())
+
+    def leave_early(number: int) -> None:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(
+                f"{server.url}/v1/completions", json=body | {"prompt": prompt_of(520 + number, 1600)}, timeout=0.2
+            )
+
+    with ThreadPoolExecutor(6) as pool:
+        calls = [pool.submit(leave if number % 2 else leave_early, number) for number in range(6)]
+        for call in calls:
+            call.result()
+    deadline = time.monotonic() + 60
+    while True:
+        found = ray_metrics(server)
+        if found.get("chunkserve_cancel_total", 0.0) == before + 6 and not found["chunkserve_route_open_requests"]:
+            break
+        assert time.monotonic() < deadline, found
+        time.sleep(1)
+    assert found["chunkserve_phantom_load"] == 0
+    assert found["chunkserve_route_degraded"] == 0
+    assert found["chunkserve_replica_trust"] == 2
+    deadline = time.monotonic() + 30
+    while found["chunkserve_replica_queued_seconds"]:
+        assert time.monotonic() < deadline, found
+        time.sleep(1)
+        found = ray_metrics(server)
+    # What has happened has its metric; nothing has failed.
+    names = {name.removesuffix("_total").removesuffix("_count") for name in found}
+    never = {"chunkserve_route_faults", "chunkserve_retries", "chunkserve_stream_broken", "chunkserve_index_gaps"}
+    rarely = {"chunkserve_route_stale_hit", "chunkserve_index_evictions"}
+    assert set(METRIC_NAMES) - rarely - names == never
 
 
 def test_top_shows_what_is_shared(server: LocalServer) -> None:
@@ -150,7 +214,52 @@ def test_top_shows_what_is_shared(server: LocalServer) -> None:
     assert "2 replica(s), policy prefix" in shown.stdout
 
 
+def test_a_replica_that_drains_gets_no_new_prefixes_and_ends_its_streams(server: LocalServer) -> None:
+    def replicas() -> set[str]:
+        return set(httpx.get(f"{server.url}/status", timeout=60).json()["replicas"])
+
+    def scale(num_replicas: int) -> None:
+        dashboard = re.search(r"dashboard at .*?(http://[\w.:]+)", "".join(server.lines))
+        assert dashboard
+        path = "/api/v1/applications/chunkserve/deployments/replica/scale"
+        answer = httpx.post(dashboard[1] + path, json={"target_num_replicas": num_replicas}, timeout=60)
+        assert answer.status_code == 200, answer.text
+
+    def stream(number: int) -> tuple[str, str]:
+        body = {
+            "prompt": prompt_of(number),
+            "max_tokens": 150,
+            "ignore_eos": True,
+            "stream": True,
+            "cache_salt": "drain",
+        }
+        answer = httpx.post(
+            f"{server.url}/v1/completions", json=body, headers={"x-chunkserve-explain": "1"}, timeout=120
+        )
+        return answer.headers["x-chunkserve-replica"], answer.text
+
+    with ThreadPoolExecutor(8) as pool:
+        streams = [pool.submit(stream, number) for number in range(600, 608)]
+        while not httpx.get(f"{server.url}/metrics", timeout=60).text.count("chunkserve_running_sequences{"):
+            time.sleep(0.1)
+        time.sleep(1)
+        scale(1)
+        time.sleep(3)
+        new = {ask(server, prompt_of(number), cache_salt="drain")[0] for number in range(620, 626)}
+        ended = [one.result() for one in streams]
+    assert len({replica for replica, _ in ended}) == 2, "both had streams"
+    assert all(text.endswith("data: [DONE]\n\n") and "error" not in text for _, text in ended)
+    assert len(new) == 1, "new prefixes go to the one that stays"
+    for number in (1, 2):
+        scale(number)
+        deadline = time.monotonic() + 120
+        while len(replicas()) != number or not new <= replicas():
+            assert time.monotonic() < deadline
+            time.sleep(0.5)
+
+
 def test_requests_survive_the_death_of_a_replica(server: LocalServer) -> None:
+    """Last of this server's tests."""
     replicas = [
         process for process in server.processes() if "ServeReplica:chunkserve:replica" in " ".join(process.cmdline())
     ]

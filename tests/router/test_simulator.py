@@ -2,12 +2,13 @@
 
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from chunkserve.replica.protocol import StepTime
-from chunkserve.router.policy import POLICIES
+from chunkserve.router.policy import POLICIES, PolicyOptions
 from chunkserve.router.simulated_replica import SimConfig, SimRequest
 from chunkserve.router.simulator import SimResult, Simulator
 from chunkserve.router.workloads import digest_of, merged, mooncake, shared_prompts, unshared
@@ -119,9 +120,12 @@ def test_without_sharing_it_is_as_good_as_least_loaded() -> None:
 def test_one_prompt_for_all_does_not_crowd_one_replica() -> None:
     workload = prompts_of(3000, 100.0, common_tokens=1280, zipf=0.0)
     workload = [replace(request, digests=request.digests[:20]) for request in workload]
-    result = run(workload)
+    sim = Simulator(CONFIG)
+    result = sim.run(workload)
     assert result.max_over_mean_work < 1.3
     assert result.hit_rate > 0.4
+    common = workload[0].digests[:20]
+    assert all(set(common) <= set(replica.cache) for replica in sim.replicas.values()), "it is everywhere in the end"
 
 
 def test_16_routers_with_late_news_keep_the_hit_rate() -> None:
@@ -136,6 +140,16 @@ def test_four_routers_do_not_pile_one_burst_on_one_replica() -> None:
     burst = [replace(request, at_s=1.0) for request in unshared(num_requests=64, rate_rps=1.0, chunk_size=64)]
     result = run(burst, num_routers=4)
     assert max(result.routed.values()) <= 3 * 64 / 8
+
+
+def test_four_routers_do_not_pile_a_burst_with_one_new_prefix_on_one_replica() -> None:
+    """Each knows of its own quarter only, until the first reports come."""
+    workload = shared_prompts([2000], num_requests=200, rate_rps=1.0, chunk_size=64)
+    workload = [replace(request, at_s=1.0) for request in workload]
+    one, four = run(workload), run(workload, num_routers=4)
+    assert max(four.ttft_s) <= max(one.ttft_s) + CONFIG.report_period_s
+    assert len([name for name, count in four.routed.items() if count]) >= 4
+    assert max(four.routed.values()) <= 200 / 3
 
 
 def test_a_burst_with_one_new_prefix_computes_it_about_once() -> None:
@@ -196,6 +210,29 @@ def test_a_cleared_cache_is_noticed() -> None:
     assert len(result.finished_at_s) == 3000
 
 
+def test_drained_replicas_get_no_new_prefixes_and_finish_what_they_have() -> None:
+    workload = prompts_of(1500, 60.0)
+    sim = Simulator(CONFIG)
+    held: list[int] = []
+
+    def drain() -> None:
+        sim.drain_replica("replica-0")
+        replica = sim.replicas["replica-0"]
+        held.append(len(replica.running) + len(replica.waiting))
+
+    sim.at(10.0, drain)
+    before: Counter[str] = Counter()
+    heard_s = 10.0 + CONFIG.report_period_s + CONFIG.report_delay_s
+    sim.at(heard_s, lambda: before.update(sim.result.routed))
+    # Prompts that nobody has seen before.
+    new = shared_prompts(PROMPTS, num_requests=500, rate_rps=40.0, chunk_size=64, seed=99)
+    new = [replace(request, at_s=heard_s + request.at_s) for request in new]
+    result = sim.run(merged(workload, new))
+    assert held[0] > 0
+    assert result.routed["replica-0"] == before["replica-0"] > 0
+    assert len(result.finished_at_s) == 2000
+
+
 def test_drained_replicas_get_no_more() -> None:
     workload = prompts_of(1500, 40.0)
     sim = Simulator(CONFIG)
@@ -216,6 +253,32 @@ def test_scaling_up_and_down_under_load_loses_nothing() -> None:
     assert len(result.finished_at_s) == 4000
     assert result.hit_rate > 0.5
     assert all(result.work_s[f"more-{i}"] > 0 for i in range(4))
+
+
+def test_hits_recover_within_seconds_of_scaling_from_4_to_8_and_back() -> None:
+    workload = prompts_of(3600, 60.0, zipf=0.0)
+    sim = Simulator(replace(CONFIG, num_replicas=4, options=PolicyOptions(slow_start_s=10.0)))
+    seen: list[tuple[float, int, int]] = []
+
+    def look() -> None:
+        seen.append((sim.now_s, sim.result.prompt_tokens, sim.result.cached_tokens))
+
+    for at_s in (10.0, 20.0, 30.0, 40.0, 50.0, 58.0):
+        sim.at(at_s, look)
+    for i in range(4):
+        sim.at(20.0, sim.add_replica, f"more-{i}")
+        sim.at(40.0, sim.drain_replica, f"more-{i}")
+        # Two seconds later they are idle, and go.
+        sim.at(50.0, sim.kill_replica, f"more-{i}")
+    result = sim.run(workload)
+    assert len(result.finished_at_s) == 3600
+    assert result.failed == result.retried == 0
+    four, growing, eight, shrinking, back = (
+        (cached - cached_before) / (prompt - prompt_before)
+        for (_, prompt_before, cached_before), (_, prompt, cached) in pairwise(seen)
+    )
+    assert min(eight, back) > 0.95 * four, "ten seconds later all is as it was"
+    assert min(growing, shrinking) > 0.85 * four, "and before that not far from it"
 
 
 def test_cancels_at_any_time_leave_no_load() -> None:
