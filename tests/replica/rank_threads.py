@@ -10,7 +10,7 @@ from torch import Tensor
 
 from chunkserve.cluster.collectives import Collectives
 from chunkserve.cluster.control_rows import ControlRows
-from chunkserve.cluster.membership import Meeting, Membership, join
+from chunkserve.cluster.membership import Meeting, Membership, connect, join
 from chunkserve.kernels.plan import AttentionPlan
 from chunkserve.replica.build import build_engine, build_follower
 from chunkserve.replica.engine import Engine, EngineConfig, build_tree
@@ -61,10 +61,10 @@ class Ranks:
 
         def main(rank: int) -> None:
             try:
-                place = join(
-                    meeting.rendezvous, rank, host="127.0.0.1", device="cpu",
-                    on_lost=lambda _, reason: self.lost.__setitem__(rank, reason),
+                link = connect(
+                    meeting.rendezvous, rank, on_lost=lambda _, reason: self.lost.__setitem__(rank, reason)
                 )  # fmt: skip
+                place = join(meeting.rendezvous, link, host="127.0.0.1", device="cpu")
                 self.followers[rank] = follow(place)
                 self.followers[rank].run()
             except Exception as fault:  # noqa: BLE001

@@ -5,40 +5,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from chunkserve.replica.build import build_engine
 from chunkserve.replica.options import ReplicaOptions
 from chunkserve.replica.protocol import Request, SamplingParams, TokenEvent
 
+from .random_llama import VOCAB_SIZE, save_random_llama
 from .rank_threads import Ranks, model_ranks
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 
-HEADS = {
-    "smollm_like": {"num_attention_heads": 9, "num_key_value_heads": 3},
-    "llama2_like": {"num_attention_heads": 8, "num_key_value_heads": 8},
-    "llama3_like": {"num_attention_heads": 8, "num_key_value_heads": 2},
-}
-
 
 @pytest.fixture
 def tiny_model(tmp_path: Path, small_model: Path) -> Callable[[str], Path]:
-    """Random models of two layers, with the small model's tokenizer; the fifth-largest logit is far from the first."""
-
-    def build(name: str) -> Path:
-        config = LlamaConfig(
-            vocab_size=301, hidden_size=16 * HEADS[name]["num_attention_heads"], intermediate_size=75,
-            num_hidden_layers=2, head_dim=16, max_position_embeddings=512, initializer_range=0.4, **HEADS[name],
-        )  # fmt: skip
-        torch.manual_seed(0)
-        LlamaForCausalLM(config).float().save_pretrained(tmp_path)
-        for file in small_model.glob("*token*"):
-            (tmp_path / file.name).symlink_to(file)
-        return tmp_path
-
-    return build
+    return lambda name: save_random_llama(name, tmp_path, small_model)
 
 
 class OneRank:
@@ -105,7 +85,7 @@ def test_same_words_as_one_rank(tiny_model: Callable[[str], Path], name: str, nu
     one = OneRank(options)
     ranks = model_ranks(options, num_ranks)
     try:
-        run_mixed(ranks, one, 301, num_requests=20, seed=num_ranks)
+        run_mixed(ranks, one, VOCAB_SIZE, num_requests=20, seed=num_ranks)
         if pool == "tight":
             assert ranks.engine._tree.num_evictions > 0 or not options.retain_prefixes
         for follower in ranks.followers.values():
