@@ -195,6 +195,12 @@ class Liveness:
         """What is known of the first peer that was lost."""
         return None if self._lost is None else f"rank {self._lost[0]} is lost: {self._lost[1]}"
 
+    def lost_within(self, timeout_s: float) -> str | None:
+        """`lost`, once it is known; for who sees the end of a rank in another way."""
+        with self._news:
+            self._news.wait_for(lambda: self._lost is not None, timeout_s)
+        return self.lost
+
     def leave(self, reason: str | None = None) -> None:
         """End the group: the others leave too, with a fault as the reason, or in peace."""
         self._closed.set()

@@ -8,7 +8,7 @@ import socket
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from .liveness import SILENCE_S, TOKEN_BYTES, Liveness, OnLost, Process, Trouble, open_port
+from .liveness import SILENCE_S, TOKEN_BYTES, LinkError, Liveness, OnLost, Process, Trouble, open_port
 
 if TYPE_CHECKING:
     from .rank_group import RankGroup
@@ -98,12 +98,28 @@ class Meeting:
             self._link, place.num_ranks, place.token, on_lost,
             timeout_s=place.join_timeout_s, silence_s=place.silence_s, trouble=trouble,
         )  # fmt: skip
-        return _join(place, link, self._store, place.host, device)
+        try:
+            return _join(place, link, self._store, place.host, device)
+        except BaseException as fault:
+            end_start(link, fault)
+            raise
 
     def close(self) -> None:
         """Give the ports back, if nobody joined."""
         self._store.close()
         self._link.close()
+
+
+def end_start(link: Liveness, fault: BaseException) -> None:
+    """Rank 0 cannot go on with its start: tell the others.
+
+    Raises:
+        LinkError: a rank is lost, and the fault came of that.
+    """
+    lost = link.lost_within(1.0)
+    link.leave(lost or f"{type(fault).__name__}: {fault}")
+    if lost is not None:
+        raise LinkError(lost) from fault
 
 
 def connect(place: Rendezvous, rank: int, *, on_lost: OnLost) -> Liveness:

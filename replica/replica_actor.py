@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray import serve
 
+from chunkserve.cluster.membership import Meeting, Membership, end_start
 from chunkserve.cluster.rank_actor import Ranks
 
 from .chunk_hash import ChunkScheme
@@ -26,8 +27,6 @@ from .serve_ports import bind_to_node_address
 from .token_feed import Message, TokenFeeds
 
 if TYPE_CHECKING:
-    from chunkserve.cluster.membership import Membership
-
     from .engine import Engine
 
 logger = logging.getLogger(__name__)
@@ -65,7 +64,7 @@ class ReplicaActor:
             self._engine: Engine = build_engine(options, self._emit, chunk_scheme, place)
         except BaseException as fault:
             if place is not None:
-                place.leave(f"{type(fault).__name__}: {fault}")
+                end_start(place.link, fault)
             raise
         # A thread of its own: a grammar may take seconds, and health checks must not wait behind it.
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="grammar")
@@ -158,14 +157,12 @@ class ReplicaActor:
         finally:
             self._num_preparing -= 1
 
-    def _gather(self, options: ReplicaOptions, log_level: str) -> "Membership":
+    def _gather(self, options: ReplicaOptions, log_level: str) -> Membership:
         """Start the other ranks, and wait for them.
 
         Raises:
             LinkError, RankGroupError: not all came; none is left.
         """
-        from chunkserve.cluster.membership import Meeting
-
         from .build import device_of
         from .rank_main import run_rank
 
