@@ -56,7 +56,7 @@ class Collectives:
         if self._guard is not None:
             self._guard()
             self._guard = None
-        if self.control is None:
+        if self.control is None or self._carrier >= self.control.num_open:
             self.group.all_reduce(partial)
         else:
             if len(self._whole) != self._first + len(partial):

@@ -127,7 +127,7 @@ def fake_ranks(
         own = replace(config, num_slots=(pools or {}).get(place.rank, config.num_slots))
         control = ControlRows(
             rank=place.rank, num_ranks=num_ranks, num_carriers=NUM_SUMS, hidden_size=hidden,
-            status_bytes=STATUS_BYTES,
+            status_bytes=STATUS_BYTES, quiet_bytes=100,
         )  # fmt: skip
         collectives = Collectives(place.group, max_rows=config.max_step_tokens, hidden_size=hidden, control=control)
         fake = FakeModelRunner(vocab_size=97, num_slots=own.num_slots, chunk_size=config.chunk_size)
