@@ -7,7 +7,8 @@ have as many collectives as SmolLM2-135M.
 
 Modes take turns step by step, in another order each round, and a mode's time is divided by that of `none` in the same
 round, so that a busy machine slows both. The median over all rounds has a 95 % interval (bootstrap). `none` itself runs
-twice a round: its ratio, which would be 1 without noise, says what can be told apart.
+twice a round: its ratio, which would be 1 without noise, says what can be told apart. CPU time, of all ranks and all
+their threads, says the same with less noise where other programs run.
 """
 
 import argparse
@@ -85,7 +86,7 @@ class Rank:
             _, payload = self.control.read()
             heard = list(self.reader.feed(payload))
             self.apply_s.append(time.perf_counter() - begin_s)
-            self.bytes[mode] += len(payload) + self.group.num_ranks * STATUS_BYTES + 4
+            self.bytes[mode] += len(payload) + self.group.num_ranks * STATUS_BYTES + 8
             return heard
         heard = []
         if mode == "broadcast_pickle":
@@ -144,17 +145,17 @@ def run_rank(rank: int, meeting: Meeting, args: argparse.Namespace, say: Callabl
             turns = [*MODES, _AGAIN]
             order = random.Random(0)  # the same on all ranks
 
-            def round_(step: int) -> dict[str, float]:
-                """Each mode once; seconds."""
+            def round_(step: int) -> dict[str, tuple[float, float]]:
+                """Each mode once; seconds on the clock and of CPU."""
                 edits = churn_edits(step, args.prompt_tokens) if churn == "heavy" else []  # noqa: B023
                 order.shuffle(turns)  # noqa: B023
                 times = {}
                 for turn in turns:  # noqa: B023
                     mode = "none" if turn == _AGAIN else turn
                     before = _count(one)  # noqa: B023
-                    begin_s = time.perf_counter()
+                    begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
                     heard = one.step(mode, edits)  # noqa: B023
-                    times[turn] = time.perf_counter() - begin_s
+                    times[turn] = time.perf_counter() - begin_s, time.process_time() - begin_cpu_s
                     broadcasts = {"broadcast_pickle": 2 if edits else 1, "broadcast_fixed": 1}
                     counts[mode] = _count(one) - before + broadcasts.get(mode, 0)  # noqa: B023
                     if mode != "none" and [encode(edit) for edit in heard] != [encode(edit) for edit in edits]:
@@ -167,7 +168,11 @@ def run_rank(rank: int, meeting: Meeting, args: argparse.Namespace, say: Callabl
             one.forget()
             wanted = int(args.seconds / (time.perf_counter() - begin_s) * args.warmup)
             num_rounds = max(10, int.from_bytes(place.group.broadcast(wanted.to_bytes(4, "little")), "little"))
-            times = [round_(step) for step in range(num_rounds)]
+            rounds = [round_(step) for step in range(num_rounds)]
+            times = np.array([[times[turn] for turn in [*MODES, _AGAIN]] for times in rounds])
+            cpu = torch.from_numpy(times[:, :, 1].copy())
+            place.group.all_reduce(cpu)
+            times[:, :, 1] = cpu.numpy()
             apply_us = one.apply_us()
             if rank == 0:
                 for mode in MODES:
@@ -182,17 +187,22 @@ def _count(one: Rank) -> int:
 
 
 def _row(
-    one: Rank, mode: str, hidden: int, churn: str, times: list[dict[str, float]], count: int, apply_us: list[float],
+    one: Rank, mode: str, hidden: int, churn: str, times: Any, count: int, apply_us: list[float],
     args: argparse.Namespace,
 ) -> dict[str, Any]:  # fmt: skip
-    ratios = np.array([t[_AGAIN if mode == "none" else mode] / t["none"] for t in times])
-    low, high = _interval(ratios)
+    """times: [rounds, modes and `none` again, (clock, CPU)], seconds."""
+    own, base = MODES.index(mode), MODES.index("none")
+    ratios, cpu_ratios = (times[:, len(MODES) if own == base else own] / times[:, base]).T
+    (low, high), (cpu_low, cpu_high) = _interval(ratios), _interval(cpu_ratios)
+    step_s, cpu_s = np.median(times[:, own], axis=0)
     row = {
         "hidden": hidden, "churn": churn, "mode": mode, "ranks": args.ranks, "layers": args.layers, "rows": args.rows,
         "rounds": len(times), "warmup": args.warmup,
-        "step_ms": 1e3 * statistics.median(t[mode] for t in times), "step_ms_min": 1e3 * min(t[mode] for t in times),
+        "step_ms": 1e3 * float(step_s), "step_ms_min": 1e3 * float(times[:, own, 0].min()),
         "over_none": float(np.median(ratios)), "over_none_low": low, "over_none_high": high,
         "over_none_p25": float(np.quantile(ratios, 0.25)), "over_none_p75": float(np.quantile(ratios, 0.75)),
+        "cpu_ms": 1e3 * float(cpu_s), "cpu_over_none": float(np.median(cpu_ratios)),
+        "cpu_over_none_low": cpu_low, "cpu_over_none_high": cpu_high,
         "collectives_per_step": count, "bytes_per_step": one.bytes[mode] / len(times),
     }  # fmt: skip
     if mode == "control_rows":
@@ -202,7 +212,7 @@ def _row(
     return row
 
 
-def _interval(ratios: "np.ndarray[Any, np.dtype[np.float64]]") -> tuple[float, float]:
+def _interval(ratios: Any) -> tuple[float, float]:
     """Of the median, 95 %."""
     draw = np.random.default_rng(0)
     medians = [np.median(draw.choice(ratios, len(ratios))) for _ in range(1000)]
@@ -242,12 +252,14 @@ def main() -> None:
         process.join()
     if args.json:
         write_rows(args.json, rows)
-    columns = ["step_ms", "over_none", "over_none_low", "over_none_high", "collectives_per_step", "bytes_per_step"]
-    table = Table("hidden", "churn", "mode", "rounds", *columns, "encode_us", "apply_us")
+    columns = ["step_ms", "over_none", "cpu_over_none"]
+    table = Table("hidden", "churn", "mode", "rounds", *columns, "collectives", "bytes", "encode_us", "apply_us")
     for row in rows:
         table.add_row(
             str(row["hidden"]), row["churn"], row["mode"], str(row["rounds"]),
-            *(f"{row[column]:.4g}" for column in columns),
+            f"{row['step_ms']:.2f}",
+            *(f"{row[c]:.3f} ({row[f'{c}_low']:.3f} to {row[f'{c}_high']:.3f})" for c in columns[1:]),
+            str(row["collectives_per_step"]), f"{row['bytes_per_step']:.0f}",
             *(f"{row[name]:.3g}" if name in row else "" for name in ("encode_us", "apply_us")),
         )  # fmt: skip
     Console(width=160).print(table)

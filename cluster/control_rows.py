@@ -69,10 +69,13 @@ class ControlRows:
         self._rank, self._num_ranks, self._status_bytes = rank, num_ranks, status_bytes
         self._out = torch.zeros((num_carriers, num_rows, hidden_size), dtype=dtype, device=device)
         self._sum = torch.zeros_like(self._out)
+        # Views are kept: making one takes as long as a small copy.
+        self._out_rows, self._sum_rows = self._out.unbind(), self._sum.unbind()
         # torch takes microseconds for what numpy does in one, and numpy has no bfloat16.
         by_numpy = device == "cpu" and dtype == torch.float32
         self._out_numbers = self._out.view(-1).numpy() if by_numpy else None
-        self._sum_numbers = self._sum.view(-1).numpy() if by_numpy else None
+        self._sum_flat = self._sum.view(-1)
+        self._sum_numbers = self._sum_flat.numpy() if by_numpy else None
         self._outgoing_bytes = 0
         # Looking at a sum before the step is done is free on CPUs alone; there it says which carriers bear nothing.
         self._peeks = device == "cpu"
@@ -112,15 +115,15 @@ class ControlRows:
 
     def outgoing(self, carrier: int) -> Tensor | None:
         """[num_rows, hidden_size] to send with an open carrier; None stands for zeros."""
-        return self._out[carrier] if carrier * self._carrier_bytes < self._outgoing_bytes else None
+        return self._out_rows[carrier] if carrier * self._carrier_bytes < self._outgoing_bytes else None
 
     def incoming(self, carrier: int, rows: Tensor) -> bool:
         """Take an open carrier's sum [num_rows, hidden_size], in order. Whether it may be other than zero."""
         if carrier * self._carrier_bytes >= self._incoming_bytes:
             return False
-        self._sum[carrier] = rows
+        self._sum_rows[carrier].copy_(rows)
         if self._peeks and (carrier + 1) * self._carrier_bytes >= _HEAD.size > carrier * self._carrier_bytes:
-            self._incoming_bytes = self._head + min(self._lengths()[0], self.room)
+            self._incoming_bytes = self._head + self._peeked_length()
         return True
 
     def read(self) -> tuple[Sequence[bytes], bytes]:
@@ -129,10 +132,10 @@ class ControlRows:
         Raises:
             ControlRowsError: the sums are no frame.
         """
-        length, num_open = self._lengths()
+        frame = self._bytes(self._incoming_bytes)
+        length, num_open = _HEAD.unpack_from(frame)
         if length > self.room:
             raise ControlRowsError(f"a payload of {length} bytes came; the step carries {self.room}")
-        frame = self._bytes(0, self._head + length)
         if num_open not in (self._num_few, self._num_carriers):
             raise ControlRowsError(
                 f"{num_open} carriers are to be open; {self._num_few} or {self._num_carriers} can be"
@@ -142,21 +145,22 @@ class ControlRows:
             frame[at : at + self._status_bytes]
             for at in range(_HEAD.size, self._head, self._status_bytes)
         ]  # fmt: skip
-        return statuses, frame[self._head :]
+        return statuses, frame[self._head : self._head + length]
 
-    def _lengths(self) -> tuple[int, int]:
-        """Of the payload, and the carriers open in the next step."""
-        length, num_open = _HEAD.unpack(self._bytes(0, _HEAD.size))
-        return length, num_open
+    def _peeked_length(self) -> int:
+        """Of the payload; what is no length shows in `read`."""
+        length = sum(number * 256**i for i, number in enumerate(self._sum_flat[:4].tolist()))
+        return int(length) if 0 <= length <= self.room else self.room
 
-    def _bytes(self, begin: int, end: int) -> bytes:
+    def _bytes(self, count: int) -> bytes:
+        """The first numbers of the sum."""
         if self._sum_numbers is not None:
-            numbers = self._sum_numbers[begin:end]
+            numbers = self._sum_numbers[:count]
         else:
-            numbers = self._sum.view(-1)[begin:end].float().cpu().numpy()
+            numbers = self._sum_flat[:count].float().cpu().numpy()
         with np.errstate(invalid="ignore"):  # what is no byte shows below
             values = numbers.astype(np.uint8)
-        if not np.array_equal(values, numbers):
+        if not (values == numbers).all():
             at = int(np.flatnonzero(values != numbers)[0])
-            raise ControlRowsError(f"number {begin + at} of a step's control rows is {numbers[at]}, not 0 to 255")
+            raise ControlRowsError(f"number {at} of a step's control rows is {numbers[at]}, not 0 to 255")
         return values.tobytes()

@@ -163,7 +163,9 @@ class RankSync:
             RanksDiffer: as it says.
         """
         raw, payload = self._control.read()
-        self._require_equal([RankStatus.decode(one) for one in raw])
+        if any(one != raw[0] for one in raw):
+            words = compare([RankStatus.decode(one) for one in raw])
+            raise RanksDiffer(f"ranks differ at step {self._step}: {words}")
         self._hear(payload)
 
     def note_sampled(self, token_ids: Sequence[int]) -> None:
@@ -241,10 +243,6 @@ class RankSync:
         by_rank = {rank: RankStatus.decode(raw) for rank, raw in reports.items()}
         words = compare([self._own, *(by_rank.get(rank) for rank in range(1, self._place.num_ranks))])
         return f"ranks differ at step {self._own.step}: {words}" if words else None
-
-    def _require_equal(self, statuses: Sequence[RankStatus]) -> None:
-        if words := compare(statuses):
-            raise RanksDiffer(f"ranks differ at step {self._step}: {words}")
 
     def _hear(self, payload: bytes) -> None:
         self._due.extend(self._reader.feed(payload))
