@@ -7,8 +7,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 HEADS = {
     "smollm_like": {"num_attention_heads": 9, "num_key_value_heads": 3},
-    "llama2_like": {"num_attention_heads": 8, "num_key_value_heads": 8},
-    "llama3_like": {"num_attention_heads": 8, "num_key_value_heads": 2},
+    "llama2_like": {"num_attention_heads": 32, "num_key_value_heads": 32},
+    "llama3_like": {"num_attention_heads": 32, "num_key_value_heads": 8},
 }
 VOCAB_SIZE = 301
 

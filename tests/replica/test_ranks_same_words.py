@@ -73,14 +73,17 @@ def run_mixed(ranks: Ranks, one: OneRank, vocab_size: int, num_requests: int, se
 
 
 @pytest.mark.parametrize(
-    ("name", "num_ranks"), [("smollm_like", 2), ("smollm_like", 3), ("llama2_like", 2), ("llama3_like", 4)]
+    ("name", "num_ranks", "pool"),
+    [
+        *(("smollm_like", num_ranks, pool) for num_ranks in (2, 3, 4) for pool in ("roomy", "tight")),
+        *((name, num_ranks, "tight") for name in ("llama2_like", "llama3_like") for num_ranks in (2, 4)),
+    ],
 )
-@pytest.mark.parametrize("pool", ["roomy", "tight"])
 def test_same_words_as_one_rank(tiny_model: Callable[[str], Path], name: str, num_ranks: int, pool: str) -> None:
     options = ReplicaOptions(
         model=str(tiny_model(name)), dtype="float32", chunk_size=16, num_threads=1, max_sequence_tokens=288,
         max_running=6, max_step_tokens=48, pool_chunks=200 if pool == "roomy" else 20,
-        retain_prefixes=(name, pool) != ("llama2_like", "tight"),
+        retain_prefixes=name != "llama2_like",
     )  # fmt: skip
     one = OneRank(options)
     ranks = model_ranks(options, num_ranks)
@@ -112,19 +115,24 @@ def test_preempted_sequences_on_two_ranks(tiny_model: Callable[[str], Path]) -> 
         ranks.close()
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_the_small_model_says_what_transformers_says(small_model: Path, greedy_cases, num_ranks: int) -> None:
+    """In one batch that grows, with prompts at the edges of chunks and of each other, and with some that leave."""
     options = ReplicaOptions(
-        model=str(small_model), dtype="float32", num_threads=1, max_sequence_tokens=512, pool_chunks=40
+        model=str(small_model), dtype="float32", num_threads=1, max_sequence_tokens=640, pool_chunks=40, max_running=12
     )  # fmt: skip
     ranks = model_ranks(options, num_ranks)
-    cases = [case for case in greedy_cases if case.name in ("capital", "same_as_capital", "story_65", "one_token")]
     try:
-        for case in cases:
-            ranks.submit(case.name, case.prompt, 12)
+        for i, case in enumerate(greedy_cases):
+            ranks.submit(case.name, case.prompt, 8)
+            if i % 6 == 5:
+                ranks.submit(f"leaver {i}", case.prompt, 100)
+                ranks.turn()
+                ranks.turn()
+                ranks.engine.cancel(f"leaver {i}")
         ranks.run()
-        for case in cases:
-            assert ranks.tokens(case.name) == case.tokens[:12], case.name
+        for case in greedy_cases:
+            assert ranks.tokens(case.name) == case.tokens[:8], case.name
     finally:
         ranks.close()
 
