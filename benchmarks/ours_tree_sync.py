@@ -1,9 +1,14 @@
 """What does it cost to keep the ranks' trees equal?
 
 A step's collectives with edits riding on them, against the same edits sent by a broadcast of their own, and against no
-edits at all. Each rank is a process over gloo on loopback. A step is the collectives of a decoder (2 all-reduces per
-layer, one gather of logits) without its arithmetic, which would bury what is compared. Modes take turns step by step,
-so that a busy machine slows all of them. 30 layers have as many collectives as SmolLM2-135M.
+edits at all. Each rank is a process over gloo on loopback. A step is the collectives of a decoder (an all-reduce for
+the embedding, 2 per layer, one gather of logits) without its arithmetic, which would bury what is compared. 30 layers
+have as many collectives as SmolLM2-135M.
+
+Modes take turns step by step, in another order each round, and a mode's time is divided by that of `none` in the same
+round, so that a busy machine slows both. The median over all rounds has a 95 % interval (bootstrap). `none` itself runs
+twice a round: its ratio, which would be 1 without noise, says what can be told apart. CPU time, of all ranks and all
+their threads, says the same with less noise where other programs run.
 """
 
 import argparse
@@ -11,12 +16,14 @@ import json
 import multiprocessing
 import os
 import pickle
+import random
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -24,12 +31,13 @@ from rows import write_rows
 
 from chunkserve.cluster.collectives import Collectives
 from chunkserve.cluster.control_rows import ControlRows
-from chunkserve.cluster.membership import Meeting, Membership, join
+from chunkserve.cluster.membership import Meeting, Membership, connect, join
 from chunkserve.replica.protocol import Request, SamplingParams
 from chunkserve.replica.rank_sync import STATUS_BYTES
 from chunkserve.replica.tree_edit import EditReader, Join, Leave, TreeEdit, encode
 
 MODES = ("none", "control_rows", "broadcast_fixed", "broadcast_pickle")
+_AGAIN = "none again"
 _FIXED_BYTES = 4096
 
 
@@ -51,7 +59,7 @@ class Rank:
         self.link, self.args, self.hidden = place.link, args, hidden
         self.status = bytes(STATUS_BYTES)
         self.control = ControlRows(
-            rank=group.rank, num_ranks=group.num_ranks, num_carriers=2 * args.layers, hidden_size=hidden,
+            rank=group.rank, num_ranks=group.num_ranks, num_carriers=1 + 2 * args.layers, hidden_size=hidden,
             status_bytes=STATUS_BYTES,
         )  # fmt: skip
         options = {"max_rows": args.rows, "hidden_size": hidden}
@@ -78,7 +86,7 @@ class Rank:
             _, payload = self.control.read()
             heard = list(self.reader.feed(payload))
             self.apply_s.append(time.perf_counter() - begin_s)
-            self.bytes[mode] += len(payload) + self.group.num_ranks * STATUS_BYTES + 4
+            self.bytes[mode] += len(payload) + self.group.num_ranks * STATUS_BYTES + 8
             return heard
         heard = []
         if mode == "broadcast_pickle":
@@ -100,13 +108,22 @@ class Rank:
         self._model(self.plain)
         return heard
 
+    def forget(self) -> None:
+        """What was counted in the warm-up."""
+        self.encode_s, self.apply_s, self.bytes = [], [], dict.fromkeys(MODES, 0)
+
+    def apply_us(self) -> list[float]:
+        """Of each rank, to read a step's edits."""
+        own = torch.tensor([[1e6 * statistics.median(self.apply_s)]])
+        return [float(value) for value in self.group.all_gather(own).flatten()]
+
     def _await_reports(self) -> None:
         if len(self.link.reports(lambda raw: raw == self.status, timeout_s=60)) < self.group.num_ranks - 1:
             raise SystemExit("a rank has not begun its step")
 
     def _model(self, collectives: Collectives, guard: Callable[[], None] | None = None) -> None:
         collectives.begin_step(guard)
-        for _ in range(2 * self.args.layers):
+        for _ in range(1 + 2 * self.args.layers):
             partial = collectives.rows(self.args.rows)
             partial.fill_(1.0)
             collectives.all_reduce(partial)
@@ -118,29 +135,48 @@ def run_rank(rank: int, meeting: Meeting, args: argparse.Namespace, say: Callabl
         place = meeting.join()
     else:
         meeting.close()
-        place = join(meeting.rendezvous, rank, on_lost=lambda *_: os._exit(0), host="127.0.0.1", device="cpu")
+        link = connect(meeting.rendezvous, rank, on_lost=lambda *_: os._exit(0))
+        place = join(meeting.rendezvous, link, host="127.0.0.1", device="cpu")
     torch.set_num_threads(1)
     for hidden in args.hidden:
         for churn in ("quiet", "heavy"):
             one = Rank(place, hidden, args)
-            times: dict[str, list[float]] = {mode: [] for mode in MODES}
             counts = dict.fromkeys(MODES, 0)
-            for step in range(args.warmup + args.steps):
-                edits = churn_edits(step, args.prompt_tokens) if churn == "heavy" else []
-                # Another mode begins each round: who comes first after a pause is slower.
-                for turn in range(len(MODES)):
-                    mode = MODES[(turn + step) % len(MODES)]
-                    before = _count(one)
-                    begin_s = time.perf_counter()
-                    heard = one.step(mode, edits)
-                    if step >= args.warmup:
-                        times[mode].append(time.perf_counter() - begin_s)
-                    counts[mode] = _count(one) - before + {"broadcast_pickle": 2, "broadcast_fixed": 1}.get(mode, 0)
+            turns = [*MODES, _AGAIN]
+            order = random.Random(0)  # the same on all ranks
+
+            def round_(step: int) -> dict[str, tuple[float, float]]:
+                """Each mode once; seconds on the clock and of CPU."""
+                edits = churn_edits(step, args.prompt_tokens) if churn == "heavy" else []  # noqa: B023
+                order.shuffle(turns)  # noqa: B023
+                times = {}
+                for turn in turns:  # noqa: B023
+                    mode = "none" if turn == _AGAIN else turn
+                    before = _count(one)  # noqa: B023
+                    begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
+                    heard = one.step(mode, edits)  # noqa: B023
+                    times[turn] = time.perf_counter() - begin_s, time.process_time() - begin_cpu_s
+                    broadcasts = {"broadcast_pickle": 2 if edits else 1, "broadcast_fixed": 1}
+                    counts[mode] = _count(one) - before + broadcasts.get(mode, 0)  # noqa: B023
                     if mode != "none" and [encode(edit) for edit in heard] != [encode(edit) for edit in edits]:
                         raise SystemExit(f"{mode}: rank {rank} heard other edits than were sent")
+                return times
+
+            begin_s = time.perf_counter()
+            for step in range(args.warmup):
+                round_(step)
+            one.forget()
+            wanted = int(args.seconds / (time.perf_counter() - begin_s) * args.warmup)
+            num_rounds = max(10, int.from_bytes(place.group.broadcast(wanted.to_bytes(4, "little")), "little"))
+            rounds = [round_(step) for step in range(num_rounds)]
+            times = np.array([[times[turn] for turn in [*MODES, _AGAIN]] for times in rounds])
+            cpu = torch.from_numpy(times[:, :, 1].copy())
+            place.group.all_reduce(cpu)
+            times[:, :, 1] = cpu.numpy()
+            apply_us = one.apply_us()
             if rank == 0:
                 for mode in MODES:
-                    say(json.dumps(_row(one, mode, hidden, churn, times, counts[mode], args)))
+                    say(json.dumps(_row(one, mode, hidden, churn, times, counts[mode], apply_us, args)))
     place.group.smallest(0)
     if rank == 0:
         place.leave()
@@ -151,37 +187,52 @@ def _count(one: Rank) -> int:
 
 
 def _row(
-    one: Rank, mode: str, hidden: int, churn: str, times: dict[str, list[float]], count: int, args: argparse.Namespace
-) -> dict[str, Any]:
-    pairs = sorted(t / base for t, base in zip(times[mode], times["none"], strict=True))
+    one: Rank, mode: str, hidden: int, churn: str, times: Any, count: int, apply_us: list[float],
+    args: argparse.Namespace,
+) -> dict[str, Any]:  # fmt: skip
+    """times: [rounds, modes and `none` again, (clock, CPU)], seconds."""
+    own, base = MODES.index(mode), MODES.index("none")
+    ratios, cpu_ratios = (times[:, len(MODES) if own == base else own] / times[:, base]).T
+    (low, high), (cpu_low, cpu_high) = _interval(ratios), _interval(cpu_ratios)
+    step_s, cpu_s = np.median(times[:, own], axis=0)
     row = {
         "hidden": hidden, "churn": churn, "mode": mode, "ranks": args.ranks, "layers": args.layers, "rows": args.rows,
-        "steps": args.steps, "warmup": args.warmup,
-        "step_ms": 1e3 * statistics.median(times[mode]), "step_ms_min": 1e3 * min(times[mode]),
-        "over_none_min": min(times[mode]) / min(times["none"]), "over_none_median": statistics.median(pairs),
-        "over_none_p25": pairs[len(pairs) // 4], "over_none_p75": pairs[3 * len(pairs) // 4],
-        "collectives_per_step": count, "bytes_per_step": one.bytes[mode] / (args.warmup + args.steps),
+        "rounds": len(times), "warmup": args.warmup,
+        "step_ms": 1e3 * float(step_s), "step_ms_min": 1e3 * float(times[:, own, 0].min()),
+        "over_none": float(np.median(ratios)), "over_none_low": low, "over_none_high": high,
+        "over_none_p25": float(np.quantile(ratios, 0.25)), "over_none_p75": float(np.quantile(ratios, 0.75)),
+        "cpu_ms": 1e3 * float(cpu_s), "cpu_over_none": float(np.median(cpu_ratios)),
+        "cpu_over_none_low": cpu_low, "cpu_over_none_high": cpu_high,
+        "collectives_per_step": count, "bytes_per_step": one.bytes[mode] / len(times),
     }  # fmt: skip
     if mode == "control_rows":
         row["encode_us"] = 1e6 * statistics.median(one.encode_s)
-        row["apply_us"] = 1e6 * statistics.median(one.apply_s)
+        row["apply_us"] = max(apply_us)
+        row |= {f"apply_us_rank_{rank}": value for rank, value in enumerate(apply_us)}
     return row
+
+
+def _interval(ratios: Any) -> tuple[float, float]:
+    """Of the median, 95 %."""
+    draw = np.random.default_rng(0)
+    medians = [np.median(draw.choice(ratios, len(ratios))) for _ in range(1000)]
+    return float(np.quantile(medians, 0.025)), float(np.quantile(medians, 0.975))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a few steps of a few layers, under a minute")
+    parser.add_argument("--seconds", type=float, default=75.0, help="for each of 2 hidden sizes, quiet and with churn")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--hidden", type=int, nargs="+", default=[576, 4096])
     parser.add_argument("--layers", type=int, default=30)
     parser.add_argument("--rows", type=int, default=16, help="sequences that decode in a step")
     parser.add_argument("--prompt-tokens", type=int, default=256, help="of a join")
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--warmup", type=int, default=5)
+    parser.add_argument("--warmup", type=int, default=20, help="rounds")
     args = parser.parse_args()
     if args.quick:
-        args.steps, args.layers = 20, 8
+        args.seconds, args.layers, args.warmup = 5.0, 8, 5
     context = multiprocessing.get_context("fork")
     meeting = Meeting(args.ranks)
     receiver, sender = context.Pipe(duplex=False)
@@ -201,11 +252,14 @@ def main() -> None:
         process.join()
     if args.json:
         write_rows(args.json, rows)
-    columns = ["step_ms", "step_ms_min", "over_none_median", "over_none_min", "collectives_per_step", "bytes_per_step"]
-    table = Table("hidden", "churn", "mode", *columns, "encode_us", "apply_us")
+    columns = ["step_ms", "over_none", "cpu_over_none"]
+    table = Table("hidden", "churn", "mode", "rounds", *columns, "collectives", "bytes", "encode_us", "apply_us")
     for row in rows:
         table.add_row(
-            str(row["hidden"]), row["churn"], row["mode"], *(f"{row[column]:.4g}" for column in columns),
+            str(row["hidden"]), row["churn"], row["mode"], str(row["rounds"]),
+            f"{row['step_ms']:.2f}",
+            *(f"{row[c]:.3f} ({row[f'{c}_low']:.3f} to {row[f'{c}_high']:.3f})" for c in columns[1:]),
+            str(row["collectives_per_step"]), f"{row['bytes_per_step']:.0f}",
             *(f"{row[name]:.3g}" if name in row else "" for name in ("encode_us", "apply_us")),
         )  # fmt: skip
     Console(width=160).print(table)

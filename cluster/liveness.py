@@ -10,14 +10,13 @@ On the wire: a hello, then frames of one letter, four bytes of length, and a bod
 import hashlib
 import hmac
 import logging
-import math
 import os
 import signal
 import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +26,8 @@ BEAT_S = 0.5
 SILENCE_S = 5.0
 
 TOKEN_BYTES = 16
-_HELLO = struct.Struct(f"<{TOKEN_BYTES}sII16s")  # token, rank, pid, machine
+_MACHINE_BYTES = 16
+_HELLO = struct.Struct(f"<{TOKEN_BYTES}sII{_MACHINE_BYTES}s")  # token, rank, pid, machine
 _FRAME = struct.Struct("<cI")
 _BODY_LIMIT = 1 << 16
 _BEAT, _REPORT, _FAULT, _BYE = b"b", b"r", b"f", b"q"
@@ -35,15 +35,53 @@ _BEAT, _REPORT, _FAULT, _BYE = b"b", b"r", b"f", b"q"
 # (rank that is lost, why)
 OnLost = Callable[[int, str], None]
 
+# Of the ranks that have come: why it is of no use to wait for the others, if it is.
+Trouble = Callable[[Collection[int]], str | None]
+
+_LOOK_S = 0.2
+
 
 class LinkError(RuntimeError):
     """Ranks did not come together, or a peer is gone."""
 
 
+def open_port(host: str) -> socket.socket:
+    """A listening socket on an address of this machine, on a port that is free; hand its port to the other ranks."""
+    return socket.create_server((host, 0), backlog=1024)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Process:
+    """A rank's process.
+
+    machine: where process ids mean the same: one boot, one namespace.
+    """
+
+    pid: int
+    machine: bytes
+
+    @classmethod
+    def own(cls) -> "Process":
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        name = f"{boot} {os.stat('/proc/self/ns/pid').st_ino}".encode()
+        return cls(pid=os.getpid(), machine=hashlib.blake2b(name, digest_size=_MACHINE_BYTES).digest())
+
+    def kill(self) -> None:
+        """SIGKILL, if it is on this machine, and not this very process."""
+        own = Process.own()
+        if self.machine != own.machine or self.pid == own.pid:
+            return
+        logger.error("rank killed pid=%d", self.pid)
+        try:
+            os.kill(self.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            logger.info("rank has ended before pid=%d", self.pid)
+
+
 @dataclass(slots=True, eq=False)
 class _Peer:
     rank: int
-    pid: int | None  # None on another machine
+    process: Process
     connection: socket.socket
     heard_s: float
     fault: str | None = None
@@ -56,13 +94,14 @@ class Liveness:
     Args:
         rank: of this process.
         peers: whom it is connected to.
-        on_lost: called once, from a thread of ours, for the first peer that is lost; not after `close`.
+        on_lost: called once, from a thread of ours, for the first peer that is lost, after stalled ones were killed and
+            rank 0 has ended the group; not after `leave`.
         silence_s: a peer that says nothing for so long is stalled.
     """
 
-    def __init__(self, rank: int, peers: list[_Peer], on_lost: OnLost, silence_s: float = SILENCE_S) -> None:
+    def __init__(self, rank: int, on_lost: OnLost, silence_s: float = SILENCE_S) -> None:
         self.rank = rank
-        self._peers = {peer.rank: peer for peer in peers}
+        self._peers: dict[int, _Peer] = {}  # replaced, not changed: threads go through it
         self._on_lost = on_lost
         self._silence_s = silence_s
         self._reports: dict[int, bytes] = {}
@@ -70,63 +109,71 @@ class Liveness:
         self._send_lock = threading.Lock()
         self._lost: tuple[int, str] | None = None
         self._closed = threading.Event()
-        for peer in peers:
-            # Rank 0 is silent until all have come, which may be long after this one has: until then the time to join
-            # is the limit.
-            peer.heard_s = time.monotonic() if rank == 0 else math.inf
-            threading.Thread(target=self._listen, args=(peer,), name=f"rank-link-{peer.rank}", daemon=True).start()
-        self._send_beats()
         threading.Thread(target=self._beat, name="rank-beat", daemon=True).start()
 
     @classmethod
     def accept(
         cls, listener: socket.socket, num_ranks: int, token: bytes, on_lost: OnLost, *, timeout_s: float = 60.0,
-        silence_s: float = SILENCE_S,
+        silence_s: float = SILENCE_S, trouble: Trouble = lambda ranks: None,
     ) -> "Liveness":  # fmt: skip
-        """Rank 0's end, once all others have connected; closes the listener.
+        """Rank 0's end, once all others have connected; closes the listener. Who has come is watched from then on.
 
+        Args:
+            trouble: asked now and then.
         Raises:
-            LinkError: they did not within timeout_s.
+            LinkError: they did not within timeout_s, or will not; those that have come are told.
         """
         deadline = time.monotonic() + timeout_s
-        peers: dict[int, _Peer] = {}
+        link = cls(0, on_lost, silence_s)
+        listener.settimeout(_LOOK_S)
         with listener:
-            while len(peers) < num_ranks - 1:
-                listener.settimeout(max(0.01, deadline - time.monotonic()))
+            while len(link._peers) < num_ranks - 1:
+                reason = link.lost or trouble(link._peers.keys())
+                if reason is None and time.monotonic() > deadline:
+                    missing = [rank for rank in range(1, num_ranks) if rank not in link._peers]
+                    reason = f"ranks {missing} of {num_ranks} did not come within {timeout_s} s"
+                if reason is not None:
+                    link.leave(reason)
+                    raise LinkError(reason)
                 try:
                     connection, _ = listener.accept()
                 except TimeoutError:
-                    missing = [rank for rank in range(1, num_ranks) if rank not in peers]
-                    for peer in peers.values():
-                        peer.connection.close()
-                    raise LinkError(f"ranks {missing} of {num_ranks} did not come within {timeout_s} s") from None
-                newcomer = _welcome(connection, token, num_ranks)
-                if newcomer is None or newcomer.rank in {0, *peers}:
+                    continue
+                newcomer = _welcome(connection, token, num_ranks, silence_s)
+                if newcomer is None or newcomer.rank in {0, *link._peers}:
                     logger.warning("rank link refused: not one of ours")
                     connection.close()
                     continue
-                peers[newcomer.rank] = newcomer
-        return cls(0, list(peers.values()), on_lost, silence_s)
+                link._watch(newcomer)
+        return link
 
     @classmethod
     def connect(
-        cls, leader: tuple[str, int], rank: int, token: bytes, on_lost: OnLost, *, timeout_s: float = 60.0,
-        silence_s: float = SILENCE_S,
+        cls, leader: tuple[str, int], rank: int, token: bytes, on_lost: OnLost, *, silence_s: float = SILENCE_S,
+        leader_process: Process | None = None,
     ) -> "Liveness":  # fmt: skip
         """Another rank's end.
 
+        Args:
+            leader_process: if it takes the connection and then says nothing, it is killed.
         Raises:
             LinkError: rank 0 is not there.
         """
         try:
-            connection = socket.create_connection(leader, timeout=timeout_s)
+            connection = socket.create_connection(leader, timeout=silence_s)
             connection.sendall(_hello(token, rank))
-            peer = _welcome(connection, token, 1)
+            peer = _welcome(connection, token, 1, silence_s)
+        except TimeoutError as error:
+            if leader_process is not None:
+                leader_process.kill()
+            raise LinkError(f"rank 0 at {leader[0]}:{leader[1]} has said nothing for {silence_s} s") from error
         except OSError as error:
             raise LinkError(f"rank {rank} does not reach rank 0 at {leader[0]}:{leader[1]}: {error}") from error
         if peer is None:
             raise LinkError(f"what answers at {leader[0]}:{leader[1]} is not rank 0 of this group")
-        return cls(rank, [peer], on_lost, silence_s)
+        link = cls(rank, on_lost, silence_s)
+        link._watch(peer)
+        return link
 
     def report(self, body: bytes) -> None:
         """Tell rank 0 something; only its newest report counts."""
@@ -148,6 +195,12 @@ class Liveness:
         """What is known of the first peer that was lost."""
         return None if self._lost is None else f"rank {self._lost[0]} is lost: {self._lost[1]}"
 
+    def lost_within(self, timeout_s: float) -> str | None:
+        """`lost`, once it is known; for who sees the end of a rank in another way."""
+        with self._news:
+            self._news.wait_for(lambda: self._lost is not None, timeout_s)
+        return self.lost
+
     def leave(self, reason: str | None = None) -> None:
         """End the group: the others leave too, with a fault as the reason, or in peace."""
         self._closed.set()
@@ -156,25 +209,24 @@ class Liveness:
                 self._send(peer, _BYE if reason is None else _FAULT, (reason or "").encode()[:_BODY_LIMIT])
             peer.connection.close()
 
-    def kill_stalled(self) -> None:
-        """SIGKILL for peers on this machine that are connected and silent."""
+    def _watch(self, peer: _Peer) -> None:
+        """From now on it must be heard."""
+        self._peers = {**self._peers, peer.rank: peer}
+        self._send(peer, _BEAT, b"")
+        threading.Thread(target=self._listen, args=(peer,), name=f"rank-link-{peer.rank}", daemon=True).start()
+
+    def _kill_stalled(self) -> None:
         for peer in self._peers.values():
-            silent = time.monotonic() - peer.heard_s > self._silence_s
-            if silent and not peer.gone and peer.pid is not None:
-                logger.error("stalled rank killed rank=%d pid=%d", peer.rank, peer.pid)
-                os.kill(peer.pid, signal.SIGKILL)
+            if time.monotonic() - peer.heard_s > self._silence_s and not peer.gone:
+                peer.process.kill()
 
     def _beat(self) -> None:
         while not self._closed.wait(BEAT_S):
-            self._send_beats()
             for peer in self._peers.values():
+                self._send(peer, _BEAT, b"")
                 silence = time.monotonic() - peer.heard_s
                 if silence > self._silence_s and not peer.gone:
                     self._lose(peer, f"it has said nothing for {silence:.1f} s")
-
-    def _send_beats(self) -> None:
-        for peer in self._peers.values():
-            self._send(peer, _BEAT, b"")
 
     def _listen(self, peer: _Peer) -> None:
         try:
@@ -202,6 +254,9 @@ class Liveness:
                 return
             self._lost = (peer.rank, reason)
             self._news.notify_all()
+        self._kill_stalled()
+        if self.rank == 0:
+            self.leave(self.lost)
         self._on_lost(peer.rank, reason)
 
     def _send(self, peer: _Peer, kind: bytes, body: bytes) -> None:
@@ -214,23 +269,28 @@ class Liveness:
 
 
 def _hello(token: bytes, rank: int) -> bytes:
-    return _HELLO.pack(token, rank, os.getpid(), _machine())
+    own = Process.own()
+    return _HELLO.pack(token, rank, own.pid, own.machine)
 
 
-def _welcome(connection: socket.socket, token: bytes, num_ranks: int) -> _Peer | None:
-    """Exchange hellos; None if the other end is not of our group. With one rank, it must be rank 0."""
-    connection.settimeout(10.0)
+def _welcome(connection: socket.socket, token: bytes, num_ranks: int, silence_s: float) -> _Peer | None:
+    """Exchange hellos; None if the other end is not of our group. With one rank, it must be rank 0, and its silence is
+    a TimeoutError.
+    """
+    connection.settimeout(silence_s)
     try:
         got, rank, pid, machine = _HELLO.unpack(_receive(connection, _HELLO.size))
         if not hmac.compare_digest(got, token) or rank >= num_ranks:
             return None
         if num_ranks > 1:
             connection.sendall(_hello(token, 0))
-    except OSError:
+    except OSError as error:
+        if num_ranks == 1 and isinstance(error, TimeoutError):
+            raise
         return None
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return _Peer(rank, pid if machine == _machine() and pid != os.getpid() else None, connection, time.monotonic())
+    return _Peer(rank, Process(pid=pid, machine=machine), connection, time.monotonic())
 
 
 def _receive(connection: socket.socket, length: int) -> bytes:
@@ -241,9 +301,3 @@ def _receive(connection: socket.socket, length: int) -> bytes:
             raise OSError("end of stream")
         out += piece
     return bytes(out)
-
-
-def _machine() -> bytes:
-    """Where process ids mean the same: one boot, one namespace."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return hashlib.blake2b(f"{boot} {os.stat('/proc/self/ns/pid').st_ino}".encode(), digest_size=16).digest()

@@ -19,18 +19,13 @@ class RankGroupError(RuntimeError):
     """A collective failed, or the group could not be set up: a rank is gone, stalled, or does something else."""
 
 
-def open_port(host: str) -> socket.socket:
-    """A listening socket on an address of this machine, on a port that is free; hand its port to the other ranks."""
-    return socket.create_server((host, 0), backlog=1024)
-
-
 class RankGroup:
     """One rank's end of the group. All ranks make the same calls in the same order.
 
     Args:
         rank, num_ranks: of this process.
         store: (address, port) of rank 0's listener.
-        listener: of rank 0 alone, from `open_port`; the group closes it.
+        listener: of rank 0 alone, from `liveness.open_port`; the group closes it.
         host: this rank's own address, for gloo.
         device: "cpu" or "cuda"; of the tensors of `all_reduce` and `all_gather`.
         join_timeout_s: for the ranks to come together.

@@ -219,7 +219,7 @@ def _collectives(place: Membership, model: Model, step_tokens: int) -> Collectiv
     control = ControlRows(
         rank=place.rank,
         num_ranks=place.num_ranks,
-        num_carriers=2 * model.config.num_layers,
+        num_carriers=1 + 2 * model.config.num_layers,  # the embedding; each layer's attention and MLP
         hidden_size=hidden_size,
         status_bytes=STATUS_BYTES,
         dtype=dtype,

@@ -144,13 +144,14 @@ class Decoder:
         self.collectives: Collectives | None = None
         self._columns = Share(total=config.intermediate_size, rank=rank, num_ranks=num_ranks)
         vocab = [Share(total=config.vocab_size, rank=r, num_ranks=num_ranks) for r in range(num_ranks)]
-        self._vocab_widths = [share.size for share in vocab]
+        self._vocab, self._vocab_widths = vocab[rank], [share.size for share in vocab]
         weights = _Weights(folder, self.dtype, device)
-        self._embedding = weights.rows("model.embed_tokens.weight")
+        self._embedding = weights.rows("model.embed_tokens.weight", self._vocab)
         self._layers = [self._load_layer(weights, f"model.layers.{i}.", rank) for i in range(config.num_layers)]
         self._final_norm = self._norm(weights, "model.norm.weight")
-        head = "model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight"
-        self._head = self._ops.linear(weights.rows(head, vocab[rank]), None)
+        self._head = self._ops.linear(
+            self._embedding if config.tied_embeddings else weights.rows("lm_head.weight", self._vocab), None
+        )
         self._cos, self._sin = _rotary_tables(folder, max_tokens, device)
         self._scale = config.head_dim**-0.5
         self._native: tuple[KVStore, DecoderLayers] | None = None
@@ -167,7 +168,7 @@ class Decoder:
         """One step; see `Model.forward`."""
         config = self.config
         cos, sin = self._cos[positions], self._sin[positions]
-        x = F.embedding(token_ids, self._embedding).to(self.activation_dtype)
+        x = self._embedded(token_ids)
         h = self._ops.rms_norm(x, self._layers[0].input_norm, config.norm_eps)
         if (native := self._native_layers(kv)) is not None:
             native(x, h, cos, sin, plan)
@@ -209,6 +210,17 @@ class Decoder:
             weights = [_native_weights(*pair) for pair in zip(self._layers, self._next_norms(), strict=True)]
             self._native = kv, DecoderLayers(weights, kv.layers, eps=self.config.norm_eps, scale=self._scale)
         return self._native[1]
+
+    def _embedded(self, token_ids: Tensor) -> Tensor:
+        """[T] -> [T, K]; a rank adds zeros for tokens of other ranks, so that the sum is exact."""
+        if self.collectives is None:
+            return F.embedding(token_ids, self._embedding).to(self.activation_dtype)
+        own = token_ids - self._vocab.begin
+        is_other = (own < 0) | (own >= self._vocab.size)
+        partial = self.collectives.rows(len(token_ids))
+        partial.copy_(F.embedding(own.masked_fill_(is_other, 0), self._embedding))
+        partial.masked_fill_(is_other[:, None], 0.0)
+        return self.collectives.all_reduce(partial).clone()
 
     def _whole(self, linear: Linear, x: Tensor) -> Tensor:
         """The sum over ranks of their parts of a product."""

@@ -1,13 +1,18 @@
-"""What the process of a rank other than rank 0 does, from joining its group to the end of it."""
+"""What the process of a rank other than rank 0 does, from joining its group to the end of it.
+
+torch is imported once the link is there.
+"""
 
 import logging
 import os
+from typing import TYPE_CHECKING
 
-from chunkserve.cluster.membership import Rendezvous, join
+from chunkserve.cluster.membership import Rendezvous, connect, join
 
-from .build import build_follower, device_of
-from .follower import Follower
 from .options import ReplicaOptions
+
+if TYPE_CHECKING:
+    from .follower import Follower
 
 logger = logging.getLogger(__name__)
 
@@ -29,11 +34,13 @@ def run_rank(host: str, rank: int, place: Rendezvous, options: ReplicaOptions, l
         os._exit(0)
 
     try:
-        membership = join(place, rank, on_lost=lost, host=host, device=device_of(options))
+        link = connect(place, rank, on_lost=lost)
         try:
-            followers.append(build_follower(options, membership))
+            from .build import build_follower, device_of
+
+            followers.append(build_follower(options, join(place, link, host=host, device=device_of(options))))
         except BaseException as fault:
-            membership.leave(f"{type(fault).__name__}: {fault}")
+            link.leave(f"{type(fault).__name__}: {fault}")
             raise
         followers[0].run()
     except BaseException:

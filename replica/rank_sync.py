@@ -23,7 +23,7 @@ from .tree_edit import EditReader, Join, TreeEdit, encode
 logger = logging.getLogger(__name__)
 
 _HISTORY = 64  # edits in a dump
-_STATUS = struct.Struct(f"<III{DIGEST_BYTES}s{DIGEST_BYTES}s{DIGEST_BYTES}s")
+_STATUS = struct.Struct(f"<IIHI{DIGEST_BYTES}s{DIGEST_BYTES}s{DIGEST_BYTES}s")
 STATUS_BYTES = _STATUS.size
 
 
@@ -35,29 +35,35 @@ class RanksDiffer(ReplicaError):
 class RankStatus:
     """What must be equal on all ranks when a step begins.
 
-    step: its number; turns without a step count too. rows: of activations. pool_chunks: slots of the pool.
+    step: its number; turns without a step count too. rows: of activations. carriers: all-reduces that take control
+    rows. pool_chunks: slots of the pool.
     edits, tree, sampled: digests of all edits applied, of the prefix tree, of all tokens sampled.
     """
 
     step: int
     rows: int
+    carriers: int
     pool_chunks: int
     edits: bytes
     tree: bytes
     sampled: bytes
 
     def encode(self) -> bytes:
-        return _STATUS.pack(self.step & 0xFFFFFFFF, self.rows, self.pool_chunks, self.edits, self.tree, self.sampled)
+        return _STATUS.pack(
+            self.step & 0xFFFFFFFF, self.rows, self.carriers, self.pool_chunks, self.edits, self.tree, self.sampled
+        )  # fmt: skip
 
     @classmethod
     def decode(cls, raw: bytes) -> "RankStatus":
-        step, rows, pool_chunks, edits, tree, sampled = _STATUS.unpack(raw)
-        return cls(step=step, rows=rows, pool_chunks=pool_chunks, edits=edits, tree=tree, sampled=sampled)
+        step, rows, carriers, pool_chunks, edits, tree, sampled = _STATUS.unpack(raw)
+        return cls(
+            step=step, rows=rows, carriers=carriers, pool_chunks=pool_chunks, edits=edits, tree=tree, sampled=sampled
+        )  # fmt: skip
 
     def difference(self, other: "RankStatus") -> str:
         """What is not as in the other, in words."""
         parts = []
-        for name in ("step", "rows", "pool_chunks", "edits", "tree", "sampled"):
+        for name in ("step", "rows", "carriers", "pool_chunks", "edits", "tree", "sampled"):
             ours, theirs = getattr(self, name), getattr(other, name)
             if ours != theirs:
                 show = (lambda value: value.hex()) if isinstance(ours, bytes) else str
@@ -144,10 +150,10 @@ class RankSync:
     def begin_step(self, batch: Batch) -> None:
         """Before the model runs."""
         status = self._begin(batch.num_tokens)
-        payload = bytes(self._outbox[: self._control.capacity])
+        payload = bytes(self._outbox[: self._control.room])
         del self._outbox[: len(payload)]
         self.carried_bytes += len(payload)
-        self._control.write(status, payload)
+        self._control.write(status, payload, more=bool(self._outbox))
         self._collectives.begin_step(self._check_shapes if self.is_leader else None)
 
     def end_step(self) -> None:
@@ -157,7 +163,9 @@ class RankSync:
             RanksDiffer: as it says.
         """
         raw, payload = self._control.read()
-        self._require_equal([RankStatus.decode(one) for one in raw])
+        if any(one != raw[0] for one in raw):
+            words = compare([RankStatus.decode(one) for one in raw])
+            raise RanksDiffer(f"ranks differ at step {self._step}: {words}")
         self._hear(payload)
 
     def note_sampled(self, token_ids: Sequence[int]) -> None:
@@ -196,6 +204,7 @@ class RankSync:
         self._own = RankStatus(
             step=self._step,
             rows=rows,
+            carriers=self._control.num_open,
             pool_chunks=self._tree.pool.num_slots,
             edits=self._edits.copy().digest(),
             tree=self._tree.audit.digest(),
@@ -220,7 +229,8 @@ class RankSync:
         assert self._own is not None
         reports = self._await_reports()
         others = [RankStatus.decode(raw) for raw in reports.values()]
-        if any((other.step, other.rows) != (self._own.step, self._own.rows) for other in others):
+        own = (self._own.step, self._own.rows, self._own.carriers)
+        if any((other.step, other.rows, other.carriers) != own for other in others):
             raise RanksDiffer(self._words(reports, ""))
 
     def _words(self, reports: dict[int, bytes], otherwise: str) -> str:
@@ -233,10 +243,6 @@ class RankSync:
         by_rank = {rank: RankStatus.decode(raw) for rank, raw in reports.items()}
         words = compare([self._own, *(by_rank.get(rank) for rank in range(1, self._place.num_ranks))])
         return f"ranks differ at step {self._own.step}: {words}" if words else None
-
-    def _require_equal(self, statuses: Sequence[RankStatus]) -> None:
-        if words := compare(statuses):
-            raise RanksDiffer(f"ranks differ at step {self._step}: {words}")
 
     def _hear(self, payload: bytes) -> None:
         self._due.extend(self._reader.feed(payload))

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray import serve
 
-from chunkserve.cluster.rank_actor import start_ranks
+from chunkserve.cluster.membership import Meeting, Membership, end_start
+from chunkserve.cluster.rank_actor import Ranks
 
 from .chunk_hash import ChunkScheme
 from .options import ReplicaOptions
@@ -26,8 +27,6 @@ from .serve_ports import bind_to_node_address
 from .token_feed import Message, TokenFeeds
 
 if TYPE_CHECKING:
-    from chunkserve.cluster.membership import Membership
-
     from .engine import Engine
 
 logger = logging.getLogger(__name__)
@@ -61,7 +60,12 @@ class ReplicaActor:
         self._health_stall_s = health_stall_s
         self._loop = asyncio.get_event_loop()
         place = self._gather(options, log_level) if options.num_ranks > 1 else None
-        self._engine: Engine = build_engine(options, self._emit, chunk_scheme, place)
+        try:
+            self._engine: Engine = build_engine(options, self._emit, chunk_scheme, place)
+        except BaseException as fault:
+            if place is not None:
+                end_start(place.link, fault)
+            raise
         # A thread of its own: a grammar may take seconds, and health checks must not wait behind it.
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._num_preparing, self._max_preparing = 0, options.max_waiting + options.max_running
@@ -153,16 +157,18 @@ class ReplicaActor:
         finally:
             self._num_preparing -= 1
 
-    def _gather(self, options: ReplicaOptions, log_level: str) -> "Membership":
-        """Start the other ranks, and wait for them."""
-        from chunkserve.cluster.membership import Meeting
+    def _gather(self, options: ReplicaOptions, log_level: str) -> Membership:
+        """Start the other ranks, and wait for them.
 
+        Raises:
+            LinkError, RankGroupError: not all came; none is left.
+        """
         from .build import device_of
         from .rank_main import run_rank
 
         device = device_of(options)
         meeting = Meeting(options.num_ranks, host=ray.util.get_node_ip_address())
-        self._ranks = start_ranks(
+        ranks = self._ranks = Ranks(
             options.num_ranks, run_rank, meeting.rendezvous, options, log_level, uses_gpus=device == "cuda"
         )  # fmt: skip
 
@@ -172,7 +178,11 @@ class ReplicaActor:
             time.sleep(_LAST_WORDS_S)
             os._exit(1)
 
-        return meeting.join(device=device, on_lost=lost)
+        try:
+            return meeting.join(device=device, on_lost=lost, trouble=ranks.trouble)
+        except BaseException:
+            ranks.kill()
+            raise
 
     def _end_with_engine(self) -> None:
         """A replica whose ranks are gone goes too, at once: Serve would ask it for its health a few times first."""

@@ -24,7 +24,9 @@ NEW_TOKENS = 48
 CLOCK_FILES = (
     "tests/cluster/test_liveness.py",
     "tests/deploy/test_serve.py",
+    "tests/deploy/test_serve_rank_groups.py",
     "tests/deploy/test_serve_ranks.py",
+    "tests/replica/test_rank_processes.py",
     "tests/router/test_serve_router.py",
 )
 

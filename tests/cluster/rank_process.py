@@ -7,15 +7,23 @@ import threading
 
 import torch
 
-from chunkserve.cluster.membership import Rendezvous, join
+from chunkserve.cluster.liveness import Process
+from chunkserve.cluster.membership import Rendezvous, connect, join
 
 
 def main() -> None:
     options = json.loads(sys.argv[1])
-    place = Rendezvous(**{**options["place"], "token": bytes.fromhex(options["place"]["token"])})
-    membership = join(
-        place, options["rank"], on_lost=lambda rank, reason: os._exit(3), host="127.0.0.1", device="cpu"
-    )  # fmt: skip
+    place = Rendezvous(
+        **{
+            **options["place"],
+            "token": bytes.fromhex(options["place"]["token"]),
+            "leader": Process(
+                pid=options["place"]["leader"]["pid"], machine=bytes.fromhex(options["place"]["leader"]["machine"])
+            ),
+        }
+    )
+    link = connect(place, options["rank"], on_lost=lambda rank, reason: os._exit(3))
+    membership = join(place, link, host="127.0.0.1", device="cpu")
     print("joined", flush=True)
     if options["busy"]:
         while True:

@@ -4,7 +4,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from chunkserve.cluster.rank_group import RankGroup, open_port
+from chunkserve.cluster.liveness import open_port
+from chunkserve.cluster.rank_group import RankGroup
 
 
 def on_ranks(num_ranks: int, run: Callable[[RankGroup], Any], timeout_s: float = 60.0) -> list[Any]:

@@ -8,7 +8,8 @@ import torch
 
 from chunkserve.cluster.collectives import Collectives
 from chunkserve.cluster.control_rows import ControlRows
-from chunkserve.cluster.rank_group import RankGroup, RankGroupError, open_port
+from chunkserve.cluster.liveness import open_port
+from chunkserve.cluster.rank_group import RankGroup, RankGroupError
 
 from .rank_threads import on_ranks
 

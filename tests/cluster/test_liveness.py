@@ -32,6 +32,7 @@ class Family:
         meeting = Meeting(num_ranks, silence_s=SILENCE_S)
         place = dataclasses.asdict(meeting.rendezvous)
         place["token"] = place["token"].hex()
+        place["leader"]["machine"] = place["leader"]["machine"].hex()
         self.processes = [
             subprocess.Popen(
                 [sys.executable, str(Path(__file__).with_name("rank_process.py")),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from chunkserve.cluster.collectives import Collectives
 from chunkserve.cluster.control_rows import ControlRows
-from chunkserve.cluster.membership import Meeting, Membership, join
+from chunkserve.cluster.membership import Meeting, Membership, connect, join
 from chunkserve.kernels.plan import AttentionPlan
 from chunkserve.replica.build import build_engine, build_follower
 from chunkserve.replica.engine import Engine, EngineConfig, build_tree
@@ -24,7 +24,7 @@ from chunkserve.replica.scheduler import Batch, Scheduler
 from chunkserve.replica.step_core import StepCore
 from chunkserve.replica.tokenizer import Tokenizer
 
-NUM_LAYERS, HIDDEN = 2, 128
+NUM_SUMS, HIDDEN = 4, 128
 
 
 class ReducingRunner:
@@ -34,7 +34,7 @@ class ReducingRunner:
         self.fake, self.collectives = fake, collectives
 
     def run(self, batch: Batch, plan: AttentionPlan) -> Tensor:
-        for _ in range(2 * NUM_LAYERS):
+        for _ in range(NUM_SUMS):
             self.collectives.all_reduce(self.collectives.rows(batch.num_tokens).fill_(1.0))
         return self.fake.run(batch, plan)
 
@@ -61,10 +61,10 @@ class Ranks:
 
         def main(rank: int) -> None:
             try:
-                place = join(
-                    meeting.rendezvous, rank, host="127.0.0.1", device="cpu",
-                    on_lost=lambda _, reason: self.lost.__setitem__(rank, reason),
+                link = connect(
+                    meeting.rendezvous, rank, on_lost=lambda _, reason: self.lost.__setitem__(rank, reason)
                 )  # fmt: skip
+                place = join(meeting.rendezvous, link, host="127.0.0.1", device="cpu")
                 self.followers[rank] = follow(place)
                 self.followers[rank].run()
             except Exception as fault:  # noqa: BLE001
@@ -113,7 +113,9 @@ class Ranks:
             thread.join(30)
 
 
-def fake_ranks(tokenizer: Tokenizer, num_ranks: int, *, pools: dict[int, int] | None = None, **sizes: object) -> Ranks:
+def fake_ranks(
+    tokenizer: Tokenizer, num_ranks: int, *, pools: dict[int, int] | None = None, hidden: int = HIDDEN, **sizes: object
+) -> Ranks:
     """Ranks over FakeModelRunner; `pools` gives some ranks another number of slots."""
     defaults: dict[str, object] = {
         "chunk_size": 16, "num_slots": 64, "chunk_bytes": 1, "max_sequence_tokens": 512, "max_running": 8,
@@ -124,10 +126,10 @@ def fake_ranks(tokenizer: Tokenizer, num_ranks: int, *, pools: dict[int, int] | 
     def parts(place: Membership) -> tuple[EngineConfig, ReducingRunner]:
         own = replace(config, num_slots=(pools or {}).get(place.rank, config.num_slots))
         control = ControlRows(
-            rank=place.rank, num_ranks=num_ranks, num_carriers=2 * NUM_LAYERS, hidden_size=HIDDEN,
-            status_bytes=STATUS_BYTES,
+            rank=place.rank, num_ranks=num_ranks, num_carriers=NUM_SUMS, hidden_size=hidden,
+            status_bytes=STATUS_BYTES, quiet_bytes=100,
         )  # fmt: skip
-        collectives = Collectives(place.group, max_rows=config.max_step_tokens, hidden_size=HIDDEN, control=control)
+        collectives = Collectives(place.group, max_rows=config.max_step_tokens, hidden_size=hidden, control=control)
         fake = FakeModelRunner(vocab_size=97, num_slots=own.num_slots, chunk_size=config.chunk_size)
         return own, ReducingRunner(fake, collectives)
 

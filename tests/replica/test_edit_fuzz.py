@@ -83,9 +83,9 @@ def test_trees_are_equal_after_every_step(num_ranks: int) -> None:
                     sent += 1
             replica.tree.audit_slots()
             assert replica.tree.audit is not None
-            payload = bytes(outbox[: control.capacity])
+            payload = bytes(outbox[: control.room])
             del outbox[: len(payload)]
-            control.write(replica.tree.audit.digest(), payload)
+            control.write(replica.tree.audit.digest(), payload, more=bool(outbox) and group.rank == 0)
             collectives.begin_step()
             for _ in range(CARRIERS):
                 collectives.all_reduce(collectives.rows(1).fill_(group.rank))

@@ -122,7 +122,7 @@ def test_a_step_has_the_same_collectives_with_trees_to_keep_equal_and_without(
     def run(group: RankGroup) -> tuple[int, int]:
         model = Decoder(tmp_path, dtype=torch.float32, max_tokens=64, rank=group.rank, num_ranks=2)
         hidden = model.config.hidden_size
-        control = ControlRows(rank=group.rank, num_ranks=2, num_carriers=6, hidden_size=hidden, status_bytes=36)
+        control = ControlRows(rank=group.rank, num_ranks=2, num_carriers=7, hidden_size=hidden, status_bytes=36)
         control.write(bytes(36))
         model.collectives = collectives = Collectives(
             group, max_rows=40, hidden_size=hidden, control=control if has_control else None
@@ -130,7 +130,7 @@ def test_a_step_has_the_same_collectives_with_trees_to_keep_equal_and_without(
         logits_in_two_steps(model, list(range(40)), 20)
         return collectives.num_all_reduces, collectives.num_all_gathers
 
-    assert on_ranks(2, run) == [(2 * 2 * 3, 2)] * 2
+    assert on_ranks(2, run) == [(2 * (1 + 2 * 3), 2)] * 2
 
 
 def test_native_ops_equal_torch() -> None:

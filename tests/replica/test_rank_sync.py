@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from chunkserve.replica.fake import FakeModelRunner
+from chunkserve.replica.protocol import Request, SamplingParams
 from chunkserve.replica.rank_sync import RanksDiffer, RankStatus, compare
 from chunkserve.replica.tokenizer import Tokenizer
+from chunkserve.replica.tree_edit import Join, encode
 
 from .rank_threads import Ranks, fake_ranks
 
@@ -100,6 +102,36 @@ def test_edits_longer_than_a_step_carries_go_on_in_the_next(make: Callable[..., 
     assert_equal_trees(ranks)
     assert ranks.tokens("long") == expected(prompt, 2)
     assert ranks.tokens("short") == expected([1, 2, 3], 200)
+
+
+def test_a_prompt_of_100_000_tokens_comes_beside_a_stream_that_goes_on(make: Callable[..., Ranks]) -> None:
+    ranks = make(
+        max_sequence_tokens=101_000, chunk_size=64, num_slots=1700, max_step_tokens=4096, max_running=4, hidden=512
+    )  # fmt: skip
+    ranks.submit("stream", [1, 2, 3], 400)
+    while not ranks.tokens("stream"):
+        ranks.turn()
+    prompt = [i * 7 % 90 for i in range(100_000)]
+    ranks.submit("long", prompt, 2)
+    request = Request(request_id="", prompt_token_ids=tuple(prompt), sampling=SamplingParams(max_tokens=2))
+    num_bytes = len(encode(Join(arrival=1, request=request, seed=1)))
+    control = ranks.sync._control
+    assert control.num_open == 1
+    num_steps = 1 + -(-(num_bytes - control.room) // control.capacity)
+    assert 150 < num_steps < 250
+    for _ in range(num_steps):
+        streamed, carried = len(ranks.tokens("stream")), ranks.sync.carried_bytes
+        assert ranks.turn()
+        assert len(ranks.engine._scheduler.running) == 1
+        assert len(ranks.tokens("stream")) == streamed + 1
+        assert ranks.sync._own.rows == 1, "nothing but control rows is added to the stream's step"
+        assert ranks.sync.carried_bytes - carried <= control.capacity
+    ranks.turn()
+    assert control.num_open == 1
+    assert len(ranks.engine._scheduler.running) == 2
+    assert_equal_trees(ranks)
+    assert ranks.tokens("long") == expected(prompt, 2)
+    assert len(ranks.tokens("stream")) == 400
 
 
 def test_a_stop_string_that_the_leader_alone_sees_ends_the_sequence_everywhere(make: Callable[..., Ranks]) -> None:
@@ -202,8 +234,8 @@ def test_the_dump_of_each_rank_tells_edits_and_no_words(
 
 
 def test_most_ranks_are_right_and_rank_0_in_doubt() -> None:
-    good = RankStatus(step=4, rows=3, pool_chunks=9, edits=b"e", tree=b"t", sampled=b"s")
-    bad = RankStatus(step=4, rows=3, pool_chunks=9, edits=b"e", tree=b"t", sampled=b"x")
+    good = RankStatus(step=4, rows=3, carriers=1, pool_chunks=9, edits=b"e", tree=b"t", sampled=b"s")
+    bad = RankStatus(step=4, rows=3, carriers=1, pool_chunks=9, edits=b"e", tree=b"t", sampled=b"x")
     assert compare([good, good, good]) is None
     assert compare([good, bad, good]) == "rank 1: sampled 78, not 73"
     assert compare([bad, good, good]) == "rank 0: sampled 78, not 73"

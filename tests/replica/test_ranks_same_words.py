@@ -5,40 +5,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from chunkserve.replica.build import build_engine
 from chunkserve.replica.options import ReplicaOptions
 from chunkserve.replica.protocol import Request, SamplingParams, TokenEvent
 
+from .random_llama import VOCAB_SIZE, save_random_llama
 from .rank_threads import Ranks, model_ranks
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 
-HEADS = {
-    "smollm_like": {"num_attention_heads": 9, "num_key_value_heads": 3},
-    "llama2_like": {"num_attention_heads": 8, "num_key_value_heads": 8},
-    "llama3_like": {"num_attention_heads": 8, "num_key_value_heads": 2},
-}
-
 
 @pytest.fixture
 def tiny_model(tmp_path: Path, small_model: Path) -> Callable[[str], Path]:
-    """Random models of two layers, with the small model's tokenizer; the fifth-largest logit is far from the first."""
-
-    def build(name: str) -> Path:
-        config = LlamaConfig(
-            vocab_size=301, hidden_size=16 * HEADS[name]["num_attention_heads"], intermediate_size=75,
-            num_hidden_layers=2, head_dim=16, max_position_embeddings=512, initializer_range=0.4, **HEADS[name],
-        )  # fmt: skip
-        torch.manual_seed(0)
-        LlamaForCausalLM(config).float().save_pretrained(tmp_path)
-        for file in small_model.glob("*token*"):
-            (tmp_path / file.name).symlink_to(file)
-        return tmp_path
-
-    return build
+    return lambda name: save_random_llama(name, tmp_path, small_model)
 
 
 class OneRank:
@@ -93,19 +73,22 @@ def run_mixed(ranks: Ranks, one: OneRank, vocab_size: int, num_requests: int, se
 
 
 @pytest.mark.parametrize(
-    ("name", "num_ranks"), [("smollm_like", 2), ("smollm_like", 3), ("llama2_like", 2), ("llama3_like", 4)]
+    ("name", "num_ranks", "pool"),
+    [
+        *(("smollm_like", num_ranks, pool) for num_ranks in (2, 3, 4) for pool in ("roomy", "tight")),
+        *((name, num_ranks, "tight") for name in ("llama2_like", "llama3_like") for num_ranks in (2, 4)),
+    ],
 )
-@pytest.mark.parametrize("pool", ["roomy", "tight"])
 def test_same_words_as_one_rank(tiny_model: Callable[[str], Path], name: str, num_ranks: int, pool: str) -> None:
     options = ReplicaOptions(
         model=str(tiny_model(name)), dtype="float32", chunk_size=16, num_threads=1, max_sequence_tokens=288,
         max_running=6, max_step_tokens=48, pool_chunks=200 if pool == "roomy" else 20,
-        retain_prefixes=(name, pool) != ("llama2_like", "tight"),
+        retain_prefixes=name != "llama2_like",
     )  # fmt: skip
     one = OneRank(options)
     ranks = model_ranks(options, num_ranks)
     try:
-        run_mixed(ranks, one, 301, num_requests=20, seed=num_ranks)
+        run_mixed(ranks, one, VOCAB_SIZE, num_requests=20, seed=num_ranks)
         if pool == "tight":
             assert ranks.engine._tree.num_evictions > 0 or not options.retain_prefixes
         for follower in ranks.followers.values():
@@ -132,19 +115,24 @@ def test_preempted_sequences_on_two_ranks(tiny_model: Callable[[str], Path]) -> 
         ranks.close()
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_the_small_model_says_what_transformers_says(small_model: Path, greedy_cases, num_ranks: int) -> None:
+    """In one batch that grows, with prompts at the edges of chunks and of each other, and with some that leave."""
     options = ReplicaOptions(
-        model=str(small_model), dtype="float32", num_threads=1, max_sequence_tokens=512, pool_chunks=40
+        model=str(small_model), dtype="float32", num_threads=1, max_sequence_tokens=640, pool_chunks=40, max_running=12
     )  # fmt: skip
     ranks = model_ranks(options, num_ranks)
-    cases = [case for case in greedy_cases if case.name in ("capital", "same_as_capital", "story_65", "one_token")]
     try:
-        for case in cases:
-            ranks.submit(case.name, case.prompt, 12)
+        for i, case in enumerate(greedy_cases):
+            ranks.submit(case.name, case.prompt, 8)
+            if i % 6 == 5:
+                ranks.submit(f"leaver {i}", case.prompt, 100)
+                ranks.turn()
+                ranks.turn()
+                ranks.engine.cancel(f"leaver {i}")
         ranks.run()
-        for case in cases:
-            assert ranks.tokens(case.name) == case.tokens[:12], case.name
+        for case in greedy_cases:
+            assert ranks.tokens(case.name) == case.tokens[:8], case.name
     finally:
         ranks.close()
 
