@@ -104,38 +104,49 @@ CHUNKSERVE_INLINE void transform_logits(const AttentionCall& call, float* s, int
   }
 }
 
-// Turns the logits of row `r` into weights against the running maximum; keys outside of [first, end) get 0.
+// Turns the logits of rows [begin, end) into weights against their running maxima; keys that a row does not see get 0.
+// Three passes over few rows: the rows of a pass are independent of each other and hide each other's latency.
 template <bool kPairs>
-CHUNKSERVE_INLINE void softmax_row(AttentionScratch& scratch, int r, int first, int end, int padded,
-                                   float scale_log2) {
-  float* s = scratch.s + r * kStrideS;
-  for (int i = 0; i < first; ++i) s[i] = -kInf;
-  for (int i = end; i < padded; ++i) s[i] = -kInf;
-  typename V::F m = V::load(s);
-  for (int i = kWidth; i < padded; i += kWidth) m = V::max(m, V::load(s + i));
-  const float old_max = scratch.row_max[r];
-  const float new_max = max_float(old_max, V::horizontal_max(m));
-  // A row that has seen no key yet keeps its maximum of -inf; any finite shift gives it zeros.
-  const float shift = new_max == -kInf ? 0.0f : new_max * scale_log2;
-  typename V::F sum = V::set(0.0f);
-  for (int i = 0; i < padded; i += kWidth) {
-    const typename V::F p = V::exp2(V::load(s + i) * scale_log2 - shift);
-#if CHUNKSERVE_ISA_LEVEL >= 3
-    if constexpr (kPairs) {
-      const __m256i half = (__m256i)_mm512_cvtneps_pbh((__m512)p);
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(reinterpret_cast<std::uint16_t*>(s) + i), half);
-      // The sum is over what is multiplied, so that the weights still add up to one.
-      sum += (typename V::F)_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16);
-      continue;
-    }
-#endif
-    V::store(s + i, p);
-    sum += p;
+CHUNKSERVE_INLINE void softmax_rows(AttentionScratch& scratch, int begin, int end, const int* first, const int* last,
+                                    int padded, float scale_log2) {
+  float shift[kTileRows];
+  typename V::F sums[kTileRows];
+  for (int r = begin; r < end; ++r) {
+    float* s = scratch.s + r * kStrideS;
+    for (int i = 0; i < first[r - begin]; ++i) s[i] = -kInf;
+    for (int i = last[r - begin]; i < padded; ++i) s[i] = -kInf;
+    typename V::F m = V::load(s);
+    for (int i = kWidth; i < padded; i += kWidth) m = V::max(m, V::load(s + i));
+    const float old_max = scratch.row_max[r];
+    const float new_max = max_float(old_max, V::horizontal_max(m));
+    // A row that has seen no key yet keeps its maximum of -inf; any finite shift gives it zeros.
+    shift[r - begin] = new_max == -kInf ? 0.0f : new_max * scale_log2;
+    scratch.rescale[r] = new_max == old_max ? 1.0f : exp2_scalar(old_max * scale_log2 - shift[r - begin]);
+    scratch.row_max[r] = new_max;
   }
-  const float rescale = new_max == old_max ? 1.0f : exp2_scalar(old_max * scale_log2 - shift);
-  scratch.rescale[r] = rescale;
-  scratch.row_sum[r] = scratch.row_sum[r] * rescale + V::horizontal_sum(sum);
-  scratch.row_max[r] = new_max;
+  for (int r = begin; r < end; ++r) {
+    float* s = scratch.s + r * kStrideS;
+    const float row_shift = shift[r - begin];
+    typename V::F sum = V::set(0.0f);
+    for (int i = 0; i < padded; i += kWidth) {
+      const typename V::F p = V::exp2(V::load(s + i) * scale_log2 - row_shift);
+#if CHUNKSERVE_ISA_LEVEL >= 3
+      if constexpr (kPairs) {
+        const __m256i half = (__m256i)_mm512_cvtneps_pbh((__m512)p);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(reinterpret_cast<std::uint16_t*>(s) + i), half);
+        // The sum is over what is multiplied, so that the weights still add up to one.
+        sum += (typename V::F)_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16);
+        continue;
+      }
+#endif
+      V::store(s + i, p);
+      sum += p;
+    }
+    sums[r - begin] = sum;
+  }
+  for (int r = begin; r < end; ++r) {
+    scratch.row_sum[r] = scratch.row_sum[r] * scratch.rescale[r] + V::horizontal_sum(sums[r - begin]);
+  }
 }
 
 template <class Product>
@@ -225,15 +236,16 @@ struct Attention {
         multiply_keys(pieces[i], group, g);
       }
       const int padded = round_up(group.end, 16);
+      int first[kTileRows], last[kTileRows];
       for (int r = group.begin; r < group.begin + group.count; ++r) {
         if (transforms) {
           const int distance = kv_begin + block - call.row_pos[token_of(r)];
           transform_logits(call, scratch.s + r * kStrideS, padded, head_of(r), distance);
         }
-        const int end = max_int(0, min_int(group.end, scratch.row_keys[r] - block));
-        const int first = max_int(0, min_int(end, scratch.row_first[r] - block));
-        softmax_row<kPairs>(scratch, r, first, end, padded, scale_log2);
+        last[r - group.begin] = max_int(0, min_int(group.end, scratch.row_keys[r] - block));
+        first[r - group.begin] = max_int(0, min_int(last[r - group.begin], scratch.row_first[r] - block));
       }
+      softmax_rows<kPairs>(scratch, group.begin, group.begin + group.count, first, last, padded, scale_log2);
     }
     for (int g = 0; g < groups; ++g) {
       const RowGroup group = row_group(scratch, rows, groups, g, block, block_keys);

@@ -51,26 +51,45 @@ struct Simd {
   static CHUNKSERVE_INLINE I load_bits(const void* p) { return *static_cast<const UnalignedI*>(p); }
   static CHUNKSERVE_INLINE void store(float* p, F x) { *reinterpret_cast<UnalignedF*>(p) = x; }
   static CHUNKSERVE_INLINE F set(float x) { return x - F{}; }  // an exact broadcast: x - 0 is x
-  static CHUNKSERVE_INLINE F max(F a, F b) { return a > b ? a : b; }
+  // b where either is NaN. GCC makes a compare and a blend of the expression.
+  static CHUNKSERVE_INLINE F max(F a, F b) {
+#if CHUNKSERVE_ISA_LEVEL >= 1
+    if constexpr (W == 4) return (F)_mm_max_ps((__m128)a, (__m128)b);
+    if constexpr (W == 8) return (F)_mm256_max_ps((__m256)a, (__m256)b);
+#endif
+#if CHUNKSERVE_ISA_LEVEL >= 2
+    if constexpr (W == 16) return (F)_mm512_max_ps((__m512)a, (__m512)b);
+#endif
+    return a > b ? a : b;
+  }
 
+  // Lane i of the result is lane i ^ Half of x.
+  template <int Half>
+  static CHUNKSERVE_INLINE F swap_halves(F x) {
+    I at;
+    for (int i = 0; i < W; ++i) at[i] = i ^ Half;
+    return __builtin_shuffle(x, at);
+  }
   static CHUNKSERVE_INLINE float horizontal_max(F x) {
-    float m = x[0];
-    for (int i = 1; i < W; ++i) m = x[i] > m ? x[i] : m;
-    return m;
+    if constexpr (W >= 16) x = max(x, swap_halves<8>(x));
+    if constexpr (W >= 8) x = max(x, swap_halves<4>(x));
+    x = max(x, swap_halves<2>(x));
+    return max(x, swap_halves<1>(x))[0];
   }
   static CHUNKSERVE_INLINE float horizontal_sum(F x) {
-    for (int half = W / 2; half > 0; half /= 2) {
-      for (int i = 0; i < half; ++i) x[i] += x[i + half];
-    }
-    return x[0];
+    if constexpr (W >= 16) x += swap_halves<8>(x);
+    if constexpr (W >= 8) x += swap_halves<4>(x);
+    x += swap_halves<2>(x);
+    return (x + swap_halves<1>(x))[0];
   }
 
   // 2^x for x <= 0; 0 below -126, where float would turn denormal. Relative error 1e-7.
   static CHUNKSERVE_INLINE F exp2(F x) {
     constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
     const I in_range = x >= -126.0f;
-    const F shifted = (in_range ? x : set(0.0f)) + kRound;
-    const F f = (in_range ? x : set(0.0f)) - (shifted - kRound);  // [-0.5, 0.5]
+    const F near = max(x, set(-126.0f));
+    const F shifted = near + kRound;
+    const F f = near - (shifted - kRound);  // [-0.5, 0.5]
     F p = set(1.326472708e-3f);
     p = p * f + 9.671512862e-3f;
     p = p * f + 5.550733746e-2f;
