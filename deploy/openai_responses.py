@@ -17,8 +17,22 @@ DONE_EVENT = b"data: [DONE]\n\n"
 _LOWEST_LOGPROB = -9999.0
 
 
+# Line breaks to str.splitlines, and so to clients that read a stream by it (httpx's iter_lines): in an event they would
+# cut its JSON in two. JSON escapes all others of them already.
+_LINE_BREAKS = ((b"\xc2\x85", b"\\u0085"), (b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"))
+
+
+def one_line(value: object) -> bytes:
+    """JSON without a line break, whatever a client takes for one."""
+    json = to_json(value)
+    for character, escaped in _LINE_BREAKS:
+        if character in json:
+            json = json.replace(character, escaped)
+    return json
+
+
 def sse_event(value: object) -> bytes:
-    return b"data: " + to_json(value) + b"\n\n"
+    return b"data: " + one_line(value) + b"\n\n"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,7 +80,7 @@ class Answer(ABC):
         self._with_logprobs = with_logprobs
         self._include_usage = include_usage
         self._head = {"id": answer_id, "created": created_s, "model": model}
-        event_head = to_json({**self._head, "object": self.object_event})
+        event_head = one_line({**self._head, "object": self.object_event})
         self._event_head = b"data: " + event_head[:-1] + b',"choices":['
         self._event_tail = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
 
@@ -79,7 +93,7 @@ class Answer(ABC):
         out = []
         for event in events:
             choice = self.choices[prompt * self._choices_per_prompt + event.choice]
-            out += [self._event_head + to_json(one) + self._event_tail for one in self._deltas(choice, event)]
+            out += [self._event_head + one_line(one) + self._event_tail for one in self._deltas(choice, event)]
             choice.last = event
         return b"".join(out)
 

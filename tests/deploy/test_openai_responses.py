@@ -72,6 +72,17 @@ def test_chat_stream_has_openais_frames() -> None:
     assert reply.stream_end() == DONE_EVENT
 
 
+@pytest.mark.parametrize("kind", [ChatAnswer, CompletionAnswer])
+def test_an_event_is_one_line_to_whoever_reads_lines(kind: type[Answer]) -> None:
+    """str.splitlines, and httpx's iter_lines with it, also break at these."""
+    text = "a\x85b\u2028c\u2029d\x0b\x0c\x1c\x1d\x1e\r\ne"
+    body = answer(kind).stream(0, [event(text)])
+    lines = [line for line in body.decode().splitlines() if line]
+    assert all(line.startswith("data: ") for line in lines)
+    choices = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines]
+    assert "".join(c["text"] if kind is CompletionAnswer else c["delta"]["content"] for c in choices) == text
+
+
 def test_usage_comes_once_and_last_and_only_when_asked_for() -> None:
     reply = answer(ChatAnswer, include_usage=True)
     chunks = parsed(reply.stream(0, [event("a"), event("b", 2, finish_reason="length")]) + reply.stream_end())
