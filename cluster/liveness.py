@@ -16,7 +16,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -230,11 +230,7 @@ class Liveness:
 
     def _listen(self, peer: _Peer) -> None:
         try:
-            while True:
-                kind, length = _FRAME.unpack(_receive(peer.connection, _FRAME.size))
-                if length > _BODY_LIMIT:
-                    raise OSError(f"a frame of {length} bytes")
-                body = _receive(peer.connection, length)
+            for kind, body in _frames(peer.connection):
                 peer.heard_s = time.monotonic()
                 if kind == _REPORT:
                     with self._news:
@@ -293,11 +289,32 @@ def _welcome(connection: socket.socket, token: bytes, num_ranks: int, silence_s:
     return _Peer(rank, Process(pid=pid, machine=machine), connection, time.monotonic())
 
 
+def _frames(connection: socket.socket) -> Iterator[tuple[bytes, bytes]]:
+    """Letters and bodies; a short frame takes one call. Raises OSError at the end of the stream."""
+    pending = bytearray()
+    while True:
+        pending += _some(connection, _FRAME.size + _BODY_LIMIT)
+        while len(pending) >= _FRAME.size:
+            kind, length = _FRAME.unpack_from(pending)
+            if length > _BODY_LIMIT:
+                raise OSError(f"a frame of {length} bytes")
+            end = _FRAME.size + length
+            if len(pending) < end:
+                break
+            body = bytes(pending[_FRAME.size : end])
+            del pending[:end]
+            yield kind, body
+
+
 def _receive(connection: socket.socket, length: int) -> bytes:
     out = bytearray()
     while len(out) < length:
-        piece = connection.recv(length - len(out))
-        if not piece:
-            raise OSError("end of stream")
-        out += piece
+        out += _some(connection, length - len(out))
     return bytes(out)
+
+
+def _some(connection: socket.socket, limit: int) -> bytes:
+    piece = connection.recv(limit)
+    if not piece:
+        raise OSError("end of stream")
+    return piece

@@ -82,7 +82,7 @@ def test_an_idle_group_does_not_spin(server: LocalServer) -> None:
     for rank, (cpu_s, count) in zip(ranks, before, strict=True):
         share = (sum(rank.cpu_times()[:2]) - cpu_s) / passed
         per_s = (wake_ups(rank) - count) / passed
-        assert per_s < 300, f"{rank.name()} wakes up {per_s:.0f} times a second"
+        assert per_s < 600, f"{rank.name()} wakes up {per_s:.0f} times a second"
         assert share < 0.03, f"{rank.name()} takes {share:.1%} of a core"
 
 
