@@ -39,6 +39,8 @@ OnLost = Callable[[int, str], None]
 Trouble = Callable[[Collection[int]], str | None]
 
 _LOOK_S = 0.2
+# A rank says hello at once; others wait meanwhile.
+_HELLO_S = 1.0
 
 
 class LinkError(RuntimeError):
@@ -139,7 +141,7 @@ class Liveness:
                     connection, _ = listener.accept()
                 except TimeoutError:
                     continue
-                newcomer = _welcome(connection, token, num_ranks, silence_s)
+                newcomer = _welcome(connection, token, num_ranks, _HELLO_S)
                 if newcomer is None or newcomer.rank in {0, *link._peers}:
                     logger.warning("rank link refused: not one of ours")
                     connection.close()
@@ -269,11 +271,11 @@ def _hello(token: bytes, rank: int) -> bytes:
     return _HELLO.pack(token, rank, own.pid, own.machine)
 
 
-def _welcome(connection: socket.socket, token: bytes, num_ranks: int, silence_s: float) -> _Peer | None:
+def _welcome(connection: socket.socket, token: bytes, num_ranks: int, timeout_s: float) -> _Peer | None:
     """Exchange hellos; None if the other end is not of our group. With one rank, it must be rank 0, and its silence is
     a TimeoutError.
     """
-    connection.settimeout(silence_s)
+    connection.settimeout(timeout_s)
     try:
         got, rank, pid, machine = _HELLO.unpack(_receive(connection, _HELLO.size))
         if not hmac.compare_digest(got, token) or rank >= num_ranks:
