@@ -67,9 +67,32 @@ class Rank:
         self.plain = Collectives(group, **options)
         self.logits = torch.ones(args.rows, 1024)
         self.reader = EditReader()
+        self.num_broadcasts = 0
         self.encode_s: list[float] = []
         self.apply_s: list[float] = []
         self.bytes = dict.fromkeys(MODES, 0)
+        self.counts = dict.fromkeys(MODES, 0)
+        self.turns = [*MODES, _AGAIN]
+        self.order = random.Random(0)  # the same on all ranks
+
+    def round(self, edits: list[TreeEdit]) -> dict[str, tuple[float, float]]:
+        """Each mode once; seconds on the clock and of CPU."""
+        self.order.shuffle(self.turns)
+        times = {}
+        for turn in self.turns:
+            mode = "none" if turn == _AGAIN else turn
+            before = self.count()
+            begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
+            heard = self.step(mode, edits)
+            times[turn] = time.perf_counter() - begin_s, time.process_time() - begin_cpu_s
+            self.counts[mode] = self.count() - before
+            if mode != "none" and [encode(edit) for edit in heard] != [encode(edit) for edit in edits]:
+                raise SystemExit(f"{mode}: rank {self.group.rank} heard other edits than were sent")
+        return times
+
+    def count(self) -> int:
+        """Collectives so far."""
+        return self.num_broadcasts + sum(c.num_all_reduces + c.num_all_gathers for c in (self.carrying, self.plain))
 
     def step(self, mode: str, edits: list[TreeEdit]) -> list[TreeEdit]:
         """A step's collectives; the edits that this rank heard."""
@@ -93,6 +116,7 @@ class Rank:
             # As engines do it: sizes, then a pickled list, in each step.
             raw = self.group.broadcast(pickle.dumps(edits) if self.group.rank == 0 else b"")
             heard = pickle.loads(raw)  # noqa: S301
+            self.num_broadcasts += 2
             self.bytes[mode] += len(raw) + 8
         elif mode == "broadcast_fixed":
             payload = b"".join(map(encode, edits)) if self.group.rank == 0 else b""
@@ -102,6 +126,7 @@ class Rank:
                     bytearray(len(payload).to_bytes(4, "little") + payload), dtype=torch.uint8
                 )
             self.group.broadcast_tensor(buffer)
+            self.num_broadcasts += 1
             raw = buffer.numpy().tobytes()
             heard = list(self.reader.feed(raw[4 : 4 + int.from_bytes(raw[:4], "little")]))
             self.bytes[mode] += _FIXED_BYTES
@@ -141,34 +166,17 @@ def run_rank(rank: int, meeting: Meeting, args: argparse.Namespace, say: Callabl
     for hidden in args.hidden:
         for churn in ("quiet", "heavy"):
             one = Rank(place, hidden, args)
-            counts = dict.fromkeys(MODES, 0)
-            turns = [*MODES, _AGAIN]
-            order = random.Random(0)  # the same on all ranks
 
-            def round_(step: int) -> dict[str, tuple[float, float]]:
-                """Each mode once; seconds on the clock and of CPU."""
-                edits = churn_edits(step, args.prompt_tokens) if churn == "heavy" else []  # noqa: B023
-                order.shuffle(turns)  # noqa: B023
-                times = {}
-                for turn in turns:  # noqa: B023
-                    mode = "none" if turn == _AGAIN else turn
-                    before = _count(one)  # noqa: B023
-                    begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
-                    heard = one.step(mode, edits)  # noqa: B023
-                    times[turn] = time.perf_counter() - begin_s, time.process_time() - begin_cpu_s
-                    broadcasts = {"broadcast_pickle": 2 if edits else 1, "broadcast_fixed": 1}
-                    counts[mode] = _count(one) - before + broadcasts.get(mode, 0)  # noqa: B023
-                    if mode != "none" and [encode(edit) for edit in heard] != [encode(edit) for edit in edits]:
-                        raise SystemExit(f"{mode}: rank {rank} heard other edits than were sent")
-                return times
+            def edits_of(step: int, churn: str = churn) -> list[TreeEdit]:
+                return churn_edits(step, args.prompt_tokens) if churn == "heavy" else []
 
             begin_s = time.perf_counter()
             for step in range(args.warmup):
-                round_(step)
+                one.round(edits_of(step))
             one.forget()
             wanted = int(args.seconds / (time.perf_counter() - begin_s) * args.warmup)
             num_rounds = max(10, int.from_bytes(place.group.broadcast(wanted.to_bytes(4, "little")), "little"))
-            rounds = [round_(step) for step in range(num_rounds)]
+            rounds = [one.round(edits_of(step)) for step in range(num_rounds)]
             times = np.array([[times[turn] for turn in [*MODES, _AGAIN]] for times in rounds])
             cpu = torch.from_numpy(times[:, :, 1].copy())
             place.group.all_reduce(cpu)
@@ -176,19 +184,14 @@ def run_rank(rank: int, meeting: Meeting, args: argparse.Namespace, say: Callabl
             apply_us = one.apply_us()
             if rank == 0:
                 for mode in MODES:
-                    say(json.dumps(_row(one, mode, hidden, churn, times, counts[mode], apply_us, args)))
+                    say(json.dumps(_row(one, mode, hidden, churn, times, apply_us, args)))
     place.group.smallest(0)
     if rank == 0:
         place.leave()
 
 
-def _count(one: Rank) -> int:
-    return sum(c.num_all_reduces + c.num_all_gathers for c in (one.carrying, one.plain))
-
-
 def _row(
-    one: Rank, mode: str, hidden: int, churn: str, times: Any, count: int, apply_us: list[float],
-    args: argparse.Namespace,
+    one: Rank, mode: str, hidden: int, churn: str, times: Any, apply_us: list[float], args: argparse.Namespace
 ) -> dict[str, Any]:  # fmt: skip
     """times: [rounds, modes and `none` again, (clock, CPU)], seconds."""
     own, base = MODES.index(mode), MODES.index("none")
@@ -203,7 +206,7 @@ def _row(
         "over_none_p25": float(np.quantile(ratios, 0.25)), "over_none_p75": float(np.quantile(ratios, 0.75)),
         "cpu_ms": 1e3 * float(cpu_s), "cpu_over_none": float(np.median(cpu_ratios)),
         "cpu_over_none_low": cpu_low, "cpu_over_none_high": cpu_high,
-        "collectives_per_step": count, "bytes_per_step": one.bytes[mode] / len(times),
+        "collectives_per_step": one.counts[mode], "bytes_per_step": one.bytes[mode] / len(times),
     }  # fmt: skip
     if mode == "control_rows":
         row["encode_us"] = 1e6 * statistics.median(one.encode_s)
@@ -232,7 +235,7 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=20, help="rounds")
     args = parser.parse_args()
     if args.quick:
-        args.seconds, args.layers, args.warmup = 5.0, 8, 5
+        args.seconds, args.layers, args.warmup = 4.0, 8, 3
     context = multiprocessing.get_context("fork")
     meeting = Meeting(args.ranks)
     receiver, sender = context.Pipe(duplex=False)

@@ -16,7 +16,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +39,8 @@ OnLost = Callable[[int, str], None]
 Trouble = Callable[[Collection[int]], str | None]
 
 _LOOK_S = 0.2
+# A rank says hello at once; others wait meanwhile.
+_HELLO_S = 1.0
 
 
 class LinkError(RuntimeError):
@@ -139,7 +141,7 @@ class Liveness:
                     connection, _ = listener.accept()
                 except TimeoutError:
                     continue
-                newcomer = _welcome(connection, token, num_ranks, silence_s)
+                newcomer = _welcome(connection, token, num_ranks, _HELLO_S)
                 if newcomer is None or newcomer.rank in {0, *link._peers}:
                     logger.warning("rank link refused: not one of ours")
                     connection.close()
@@ -230,11 +232,7 @@ class Liveness:
 
     def _listen(self, peer: _Peer) -> None:
         try:
-            while True:
-                kind, length = _FRAME.unpack(_receive(peer.connection, _FRAME.size))
-                if length > _BODY_LIMIT:
-                    raise OSError(f"a frame of {length} bytes")
-                body = _receive(peer.connection, length)
+            for kind, body in _frames(peer.connection):
                 peer.heard_s = time.monotonic()
                 if kind == _REPORT:
                     with self._news:
@@ -273,11 +271,11 @@ def _hello(token: bytes, rank: int) -> bytes:
     return _HELLO.pack(token, rank, own.pid, own.machine)
 
 
-def _welcome(connection: socket.socket, token: bytes, num_ranks: int, silence_s: float) -> _Peer | None:
+def _welcome(connection: socket.socket, token: bytes, num_ranks: int, timeout_s: float) -> _Peer | None:
     """Exchange hellos; None if the other end is not of our group. With one rank, it must be rank 0, and its silence is
     a TimeoutError.
     """
-    connection.settimeout(silence_s)
+    connection.settimeout(timeout_s)
     try:
         got, rank, pid, machine = _HELLO.unpack(_receive(connection, _HELLO.size))
         if not hmac.compare_digest(got, token) or rank >= num_ranks:
@@ -293,11 +291,32 @@ def _welcome(connection: socket.socket, token: bytes, num_ranks: int, silence_s:
     return _Peer(rank, Process(pid=pid, machine=machine), connection, time.monotonic())
 
 
+def _frames(connection: socket.socket) -> Iterator[tuple[bytes, bytes]]:
+    """Letters and bodies; a short frame takes one call. Raises OSError at the end of the stream."""
+    pending = bytearray()
+    while True:
+        pending += _some(connection, _FRAME.size + _BODY_LIMIT)
+        while len(pending) >= _FRAME.size:
+            kind, length = _FRAME.unpack_from(pending)
+            if length > _BODY_LIMIT:
+                raise OSError(f"a frame of {length} bytes")
+            end = _FRAME.size + length
+            if len(pending) < end:
+                break
+            body = bytes(pending[_FRAME.size : end])
+            del pending[:end]
+            yield kind, body
+
+
 def _receive(connection: socket.socket, length: int) -> bytes:
     out = bytearray()
     while len(out) < length:
-        piece = connection.recv(length - len(out))
-        if not piece:
-            raise OSError("end of stream")
-        out += piece
+        out += _some(connection, length - len(out))
     return bytes(out)
+
+
+def _some(connection: socket.socket, limit: int) -> bytes:
+    piece = connection.recv(limit)
+    if not piece:
+        raise OSError("end of stream")
+    return piece

@@ -1,5 +1,6 @@
 """Starts the Serve application and stays with it: what `chunkserve serve` and `make serve` do."""
 
+import ctypes
 import os
 import re
 import signal
@@ -40,6 +41,7 @@ RAY_ENVIRONMENT: Mapping[str, str] = {
 }
 
 _STOP_GRACE_S = 10.0
+_PR_SET_PDEATHSIG = 1
 _DEPLOY_FAILED = re.compile(r"Deploying app '\w+' failed|DEPLOY_FAILED")
 
 
@@ -85,6 +87,7 @@ def run_blocking(
                 stderr=subprocess.STDOUT,
                 text=True,
                 errors="replace",
+                preexec_fn=_end_with_parent if sys.platform == "linux" else None,
             )
         output = _Output(process)
         try:
@@ -204,6 +207,11 @@ def _welcome(url: str, config: ServeConfig) -> str:
         f"""'{{"model": "{config.model_name}", "messages": [{{"role": "user", "content": """
         """"What is the capital of France?"}], "max_tokens": 32, "temperature": 0}'\n"""
     )
+
+
+def _end_with_parent() -> None:
+    """Of a child, before it runs: SIGINT, on which `serve run` drains, when this process ends and cannot tell it."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGINT)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ import pytest
 import yaml
 
 from chunkserve.deploy.config import DEFAULT_FILE
-from chunkserve.deploy.local_server import LocalServer, local_server
+from chunkserve.deploy.local_server import LocalServer, local_server, loopback_port
 
 from ..replica.random_llama import save_random_llama  # noqa: TID252
 
@@ -210,26 +211,47 @@ def test_one_group_ends_and_the_other_serves_on(server: LocalServer, faults: Fau
     assert len(processes(server, "RankActor")) == 2
 
 
-def test_no_orphan_stays_when_the_parent_is_killed_in_the_start(knobs: dict[str, object]) -> None:
+def test_no_orphan_stays_when_the_parent_is_killed_in_the_start(knobs: dict[str, object], tmp_path: Path) -> None:
     program = str(Path(sys.executable).with_name("chunkserve"))
     settings = [f"{knob}={yaml.safe_dump(value).splitlines()[0]}" for knob, value in knobs.items()]
-    command = [program, "serve", str(DEFAULT_FILE), "--port", "0", *(w for s in settings for w in ("--set", s))]
-    parent = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    family: dict[int, psutil.Process] = {}
+    # Names of Unix sockets are short, and Ray's lie deep in its folder.
+    with (
+        loopback_port() as port,
+        tempfile.TemporaryDirectory(prefix="cs", dir="/tmp", ignore_cleanup_errors=True) as ray,
+    ):
+        command = [
+            program,
+            "serve",
+            str(DEFAULT_FILE),
+            "--port",
+            str(port),
+            *(w for s in settings for w in ("--set", s)),
+        ]
+        log = tmp_path / "log"
+        parent = subprocess.Popen(
+            command, env={**os.environ, "RAY_TMPDIR": ray}, stdout=log.open("w"), stderr=subprocess.STDOUT
+        )  # fmt: skip
+        try:
+            deadline = time.monotonic() + START_S
+            while not any("RankActor" in command_of(process) for process in family.values()):
+                assert time.monotonic() < deadline
+                assert parent.poll() is None, log.read_text()
+                family |= {process.pid: process for process in psutil.Process(parent.pid).children(recursive=True)}
+                time.sleep(0.05)
+            parent.send_signal(signal.SIGKILL)
+            _, alive = psutil.wait_procs(list(family.values()), timeout=90)
+            assert not alive, alive
+        finally:
+            parent.kill()
+            parent.wait()
+            for process in family.values():
+                if runs(process.pid):
+                    process.kill()
+
+
+def command_of(process: psutil.Process) -> str:
     try:
-        deadline = time.monotonic() + START_S
-        family: dict[int, psutil.Process] = {}
-        while True:
-            family |= {process.pid: process for process in psutil.Process(parent.pid).children(recursive=True)}
-            if any("RankActor" in " ".join(process.cmdline()) for process in family.values() if runs(process.pid)):
-                break
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        parent.send_signal(signal.SIGKILL)
-        _, alive = psutil.wait_procs(list(family.values()), timeout=60)
-        assert not alive
-    finally:
-        parent.kill()
-        parent.wait()
-        for process in family.values():
-            if runs(process.pid):
-                process.kill()
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""

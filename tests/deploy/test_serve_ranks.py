@@ -64,14 +64,26 @@ def test_nothing_listens_beyond_loopback(server: LocalServer) -> None:
     assert all(ip.removeprefix("::ffff:").startswith("127.") or ip == "::1" for ip in addresses), addresses
 
 
-def test_an_idle_replica_does_not_spin(server: LocalServer) -> None:
+def wake_ups(process: psutil.Process) -> int:
+    """How often the threads of a process have gone to sleep so far."""
+    statuses = (status.read_text() for status in Path(f"/proc/{process.pid}/task").glob("*/status"))
+    return sum(int(re.search(r"^voluntary_ctxt_switches:\s+(\d+)", text, re.MULTILINE)[1]) for text in statuses)
+
+
+def test_an_idle_group_does_not_spin(server: LocalServer) -> None:
     ranks = [*processes(server, "RankActor"), *processes(server, "ServeReplica:chunkserve:replica")]
     assert len(ranks) == 2
-    follower = ranks[0]
-    before, begin = sum(follower.cpu_times()[:2]), time.monotonic()
-    time.sleep(10)
-    share = (sum(follower.cpu_times()[:2]) - before) / (time.monotonic() - begin)
-    assert share < 0.05, f"an idle rank takes {share:.1%} of a core"
+    complete(server, "Once", 4)
+    time.sleep(5)
+    begin = time.monotonic()
+    before = [(sum(rank.cpu_times()[:2]), wake_ups(rank)) for rank in ranks]
+    time.sleep(20)
+    passed = time.monotonic() - begin
+    for rank, (cpu_s, count) in zip(ranks, before, strict=True):
+        share = (sum(rank.cpu_times()[:2]) - cpu_s) / passed
+        per_s = (wake_ups(rank) - count) / passed
+        assert per_s < 600, f"{rank.name()} wakes up {per_s:.0f} times a second"
+        assert share < 0.03, f"{rank.name()} takes {share:.1%} of a core"
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
@@ -94,4 +106,7 @@ def test_a_lost_rank_ends_its_replica_and_a_new_one_comes(server: LocalServer, h
     while httpx.get(f"{server.url}/health", timeout=60).status_code != 200:
         assert time.monotonic() < deadline
         time.sleep(0.5)
+    new = [*processes(server, "RankActor"), *processes(server, "ServeReplica:chunkserve:replica")]
+    assert len(new) == 2
+    assert not {rank, leader} & set(new), "health waits for the new ones"
     assert complete(server, "The capital of France is", 4).json()["choices"][0]["text"].startswith(" Paris")
