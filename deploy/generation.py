@@ -22,7 +22,7 @@ from chunkserve.replica.protocol import (
 )
 
 from .api_error import ApiError
-from .fair_queue import FairQueue, QueueFull
+from .fair_queue import FairQueue, QueueFull, Turn
 from .metrics import IngressMetrics
 from .openai_responses import Answer, sse_event
 
@@ -31,6 +31,10 @@ logger = logging.getLogger(__name__)
 _RETRY_AFTER_S = "1"
 # Clients that say nothing of max_tokens allow as many as the context has; few answers are that long.
 _EXPECTED_NEW_TOKENS = 256
+
+
+class ReplicaLost(ReplicaError):
+    """The replica died, or cannot be reached."""
 
 
 @dataclass(slots=True)
@@ -69,7 +73,8 @@ class ReplicaClient(Protocol):
         Raises:
             RequestRefused: before the first item, for a request that can never be served.
             ReplicaOverloaded: before the first item, when the queue is full.
-            ReplicaError: at any time, when the replica is lost.
+            ReplicaLost: at any time, when the replica is lost and, until the first item, the next one too.
+            ReplicaError: at any time.
         """
         ...
 
@@ -192,14 +197,27 @@ class GenerationResponse(Response):
 
     async def _consume(self, take: Callable[[int, Sequence[TokenEvent]], Awaitable[None]]) -> None:
         async def pump(prompt: int, request: Request) -> None:
-            receipt = (self._receipt,) if self._receipt is not None and prompt == 0 else ()
-            async with (
-                self._queue.turn(request.cache_salt, sequences=request.n, tokens=_expected_tokens(request)) as turn,
-                aclosing(self._replica.generate(request, *receipt)) as batches,
-            ):
+            async with self._queue.turn(
+                request.cache_salt, sequences=request.n, tokens=_expected_tokens(request)
+            ) as turn:
                 turn.tokens = 0
+                try:
+                    await follow(prompt, request, turn)
+                except ReplicaLost:
+                    # Of a whole answer the client has seen nothing: another replica may begin it anew.
+                    if self._stream or not self._answer.begun(prompt):
+                        raise
+                    logger.warning("request_begun_anew request_id=%s", request.request_id)
+                    self._answer.begin_anew(prompt)
+                    await follow(prompt, request, turn)
+
+        async def follow(prompt: int, request: Request, turn: Turn) -> None:
+            receipt = (self._receipt,) if self._receipt is not None and prompt == 0 else ()
+            async with aclosing(self._replica.generate(request, *receipt)) as batches:
                 async for events in batches:
                     turn.tokens += _computed_tokens(request, events, is_first=turn.tokens == 0)
+                    if not self._stream and (lost := next((e for e in events if e.is_lost), None)) is not None:
+                        raise ReplicaLost(lost.error)
                     _check(events)
                     if self._first_token_s is None and any(event.token_ids for event in events):
                         self._first_token_s = time.monotonic()

@@ -26,15 +26,11 @@ from chunkserve.router.route_metrics import RouteMetrics
 from chunkserve.router.routing_state import RoutingState
 from chunkserve.router.shared_state import follow_chunks
 
-from .generation import RouteReceipt
+from .generation import ReplicaLost, RouteReceipt
 
 logger = logging.getLogger(__name__)
 
 _RESET_TIMEOUT_S = 30.0
-
-
-class ReplicaLost(ReplicaError):
-    """The replica died, or cannot be reached."""
 
 
 class ServeReplicaClient:

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from chunkserve.kernels.plan import PlanOptions
 
@@ -435,12 +435,15 @@ class Engine:
         token_ids: tuple[int, ...] = (),
         logprobs: tuple[TokenLogprob, ...] = (),
         error: str | None = None,
+        is_lost: bool = False,
     ) -> TokenEvent:
         """End a stream: its last event, and its chunks are free for others."""
         text += stream.rest()
         sequence = stream.sequence
         sequence.finish_reason = reason
         event = stream.event(text=text, token_ids=token_ids, logprobs=logprobs, finish_reason=reason, error=error)
+        if is_lost:
+            event = replace(event, is_lost=True)
         with self._lock:
             if sequence.state is not SequenceState.FINISHED:
                 self._edit(Leave(arrival=sequence.arrival))
@@ -459,7 +462,7 @@ class Engine:
         reason = f"the engine has failed: {self._fault}" if self._fault else "the engine has stopped"
         while True:
             events = [
-                (request_id, self._finish(stream, "error", error=reason))
+                (request_id, self._finish(stream, "error", error=reason, is_lost=True))
                 for request_id, streams in list(self._streams.items())
                 for stream in list(streams)
             ]

@@ -106,6 +106,7 @@ class TokenEvent:
     prompt_tokens, cached_tokens, completion_tokens: of this choice so far; cached_tokens are prompt tokens whose
         K and V were found in the prefix tree.
     error: what went wrong when finish_reason is "error".
+    is_lost: with it, that the engine has ended: another replica can do the request.
     """
 
     choice: int
@@ -117,6 +118,7 @@ class TokenEvent:
     cached_tokens: int
     completion_tokens: int
     error: str | None = None
+    is_lost: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

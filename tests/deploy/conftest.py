@@ -6,13 +6,14 @@ import socket
 import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import httpx
 import pytest
 import uvicorn
 
 from chunkserve.deploy.config import ServeConfig
+from chunkserve.deploy.generation import ReplicaLost
 from chunkserve.deploy.ingress import build_http_app
 from chunkserve.replica.protocol import (
     FinishReason,
@@ -52,6 +53,7 @@ class ScriptedReplica:
     fail_with: raised before batch `fail_at`.
     hang_at: waits for ever before this batch.
     engine_error: the finish_reason of the second batch is "error", with this text.
+    losses: one is taken by each request, which is lost before its third batch: "raised" or "told" by its last event.
     """
 
     words: int = 5
@@ -60,6 +62,7 @@ class ScriptedReplica:
     fail_at: int = 0
     hang_at: int | None = None
     engine_error: str | None = None
+    losses: list[str] = field(default_factory=list)
     cut_short: bool = False
     unhealthy: Exception | None = None
     cached_tokens: int = 3
@@ -72,11 +75,18 @@ class ScriptedReplica:
         self.requests.append(request)
         self.running += 1
         ended = False
+        loss = self.losses.pop(0) if self.losses else None
         try:
             total = min(self.words, request.sampling.max_tokens)
             for at in range(total):
                 if self.fail_with is not None and at == self.fail_at:
                     raise self.fail_with
+                if loss and at == 2:
+                    if loss == "raised":
+                        raise ReplicaLost("the replica is lost: it died")
+                    event = self._event(request, 0, at, total)
+                    yield [replace(event, finish_reason="error", error="the engine has failed: x", is_lost=True)]
+                    return
                 if at == self.hang_at:
                     await asyncio.Event().wait()
                 await asyncio.sleep(self.pause_s)

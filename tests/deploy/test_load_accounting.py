@@ -11,7 +11,7 @@ from contextlib import aclosing
 
 import pytest
 
-from chunkserve.deploy.replica_client import ReplicaLost
+from chunkserve.deploy.generation import ReplicaLost
 from chunkserve.replica.protocol import Request, SamplingParams, StepTime
 from chunkserve.replica.tokenizer import Tokenizer
 from chunkserve.router.routing_state import RoutingState

@@ -8,7 +8,8 @@ import pytest
 from ray.exceptions import RayTaskError
 from ray.serve.exceptions import RayServeException
 
-from chunkserve.deploy.replica_client import ReplicaLost, ServeReplicaClient
+from chunkserve.deploy.generation import ReplicaLost
+from chunkserve.deploy.replica_client import ServeReplicaClient
 from chunkserve.replica.chunk_hash import ChunkScheme
 from chunkserve.replica.protocol import FeedRequest, ReplicaError, Request, SamplingParams, TokenEvent
 from chunkserve.router.shared_state import router_settings, shared_state
