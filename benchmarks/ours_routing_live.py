@@ -102,8 +102,6 @@ SIMULATED = Fleet(
 REAL = Fleet(
     kind="smollm2", replicas=2, step=StepTime(fixed_s=0.03, per_token_s=1.5e-3, per_sequence_s=5e-3), is_simulated=False
 )
-# The small model takes seconds for a prompt, on one core each.
-REAL_LOADS = (0.1, 0.2, 0.3)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,8 +170,8 @@ class Server:
         loop = asyncio.get_running_loop()
         start_s = loop.time()
         warmup = await self._ask(first, salt)
-        # Until the routers have heard of it.
-        await asyncio.sleep(SETTLE_S)
+        if warmup:
+            await asyncio.sleep(SETTLE_S)
         begin_s = loop.time() - start_s
         return warmup, Run(arm=arm, answers=await self._ask(arm.asks, salt), begin_s=begin_s)
 
@@ -471,18 +469,17 @@ def main() -> None:
     parser.add_argument(
         "--quick", action="store_true", help="two replicas, one load, one seed, two policies, under a minute"
     )
-    parser.add_argument("--real", action="store_true", help="the small real model as well, at its own loads")
+    parser.add_argument("--real", action="store_true", help="the small real model as well")
     parser.add_argument("--only-real", action="store_true", help="the small real model alone")
     parser.add_argument("--validate", action="store_true", help="run the simulator on the same requests, and compare")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write flat rows")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="PNG, SVG or PDF; needs matplotlib")
     parser.add_argument("--replicas", type=int, default=SIMULATED.replicas, help="with simulated steps")
     parser.add_argument("--loads", type=float, nargs="+", default=[0.15, 0.3, 0.45])
-    parser.add_argument("--real-loads", type=float, nargs="+", default=list(REAL_LOADS))
     parser.add_argument("--policies", nargs="+", choices=ALL_POLICIES, default=list(ALL_POLICIES))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first-seed", type=int, default=0, help="of --validate, to repeat it on new ones")
-    parser.add_argument("--seconds", type=float, default=5.0, help="of arrivals for each seed")
+    parser.add_argument("--seconds", type=float, default=4.0, help="of arrivals for each seed")
     parser.add_argument("--prompts", type=int, default=15, help="how many of the prompts are used")
     args = parser.parse_args()
     require_matplotlib(args.plot)
@@ -502,8 +499,7 @@ def main() -> None:
             with deployed(fleet, url) as server:
                 server.check(questions, tokenizer)
                 run = validate if args.validate else measure
-                loads = args.loads if fleet.is_simulated else args.real_loads
-                rows += run(server, questions, args, loads, args.policies)
+                rows += run(server, questions, args, args.loads, args.policies)
     if args.json:
         write_rows(args.json, rows)
     if args.validate:
@@ -511,7 +507,7 @@ def main() -> None:
         return
     if args.plot:
         draw(args.plot, "Routing policies on a live server", panels(rows))
-    Console(width=200).print(summary(rows))
+    Console(width=250).print(summary(rows))
     print(headline(rows))
 
 

@@ -254,7 +254,7 @@ def main() -> None:
             print(" ".join(str(rows[-1][column]) for column in columns), flush=True)
     if args.json:
         write_rows(args.json, rows)
-    Console(width=150).print(summary(rows))
+    Console(width=200).print(summary(rows))
     for line in verdicts(rows):
         print(f"simulated, {line}")
 
