@@ -1,10 +1,11 @@
 """The replicas behind a Serve handle, as the ingress uses them: requests out, events back, and what routing learns."""
 
 import asyncio
+import contextvars
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -54,7 +55,7 @@ class ServeReplicaClient:
         self, request: Request, receipt: RouteReceipt | None = None
     ) -> AsyncGenerator[Sequence[TokenEvent], None]:
         if self._chunk_feed is None or self._chunk_feed.done():
-            self._chunk_feed = asyncio.create_task(
+            self._chunk_feed = _create_shared_task(
                 follow_chunks(
                     self._routing,
                     self._chunk_deltas,
@@ -200,7 +201,7 @@ class _Feeds:
         """The replica has accepted the request: see to it that its feed is read."""
         inbox.replica = replica
         if replica not in self._tasks:
-            self._tasks[replica] = asyncio.create_task(self._read(replica))
+            self._tasks[replica] = _create_shared_task(self._read(replica))
 
     async def _read(self, replica: str) -> None:
         """Read a replica's feed for as long as there is a request for it."""
@@ -215,14 +216,28 @@ class _Feeds:
                             inbox.put(events)
         except (RayError, RayServeException) as error:
             logger.warning("feed_failed replica=%s error=%r", replica, error)
-            # Whatever the reason: what the replica says does not arrive here, so another one may do what has not begun.
-            for inbox in self._inboxes_of(replica):
-                inbox.put(ReplicaLost(str(_replica_error(error))))
+            self._lose(replica, str(_replica_error(error)))
+        except asyncio.CancelledError:
+            self._lose(replica, "the replica's feed was cancelled")
+            raise
         finally:
             del self._tasks[replica]
 
+    def _lose(self, replica: str, reason: str) -> None:
+        """What the replica says does not arrive here, whatever the reason: another one may do what has not begun."""
+        for inbox in self._inboxes_of(replica):
+            inbox.put(ReplicaLost(reason))
+
     def _inboxes_of(self, replica: str) -> list[_Inbox]:
         return [inbox for inbox in self._inboxes.values() if inbox.replica == replica]
+
+
+def _create_shared_task(coroutine: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+    """A task that outlives the request which happens to begin it.
+
+    In a context of its own: Serve cancels all calls that were made in the context of a request whose client has left.
+    """
+    return asyncio.create_task(coroutine, context=contextvars.Context())
 
 
 async def _watch(call: AsyncIterator[Any], inbox: _Inbox) -> None:
