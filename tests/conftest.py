@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from .file_lock import locked
 
@@ -18,6 +19,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+# How long an example takes says nothing on a machine that does other things too.
+settings.register_profile("chunkserve", deadline=None)
+settings.load_profile("chunkserve")
 
 NEW_TOKENS = 48
 # Start servers, or hold other processes to a time limit: no two of these run side by side.

@@ -356,7 +356,8 @@ def test_per_head_numbers_of_another_shape_are_refused():
 
 
 def test_partial_results_that_a_graph_holds_do_not_move():
-    backend, kv, _ = _filled(_problem(), TREE)
+    backend = triton_tpp.TritonBackend()
+    kv = backend.allocate(_problem(), 4)
     backend.reserve(kv, plan_ints=8192, partials=10)
     backend._lane(kv.problem, kv.k.device).staged.freeze()
     backend.reserve(kv, plan_ints=8192, partials=10)

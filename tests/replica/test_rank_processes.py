@@ -178,7 +178,9 @@ def test_another_pool_size_is_named_in_the_first_step(family: Callable[..., Fami
 @pytest.mark.parametrize(
     ("rank", "phase", "how"),
     [
-        *((2, phase, how) for phase in ("group", "loading", "self-test") for how in ("SIGKILL", "SIGSTOP")),
+        (2, "group", "SIGKILL"),
+        (2, "loading", "SIGSTOP"),
+        (2, "self-test", "SIGKILL"),
         (0, "group", "SIGSTOP"),
         (0, "loading", "SIGKILL"),
     ],
