@@ -83,7 +83,8 @@ def test_an_idle_group_does_not_spin(server: LocalServer) -> None:
         share = (sum(rank.cpu_times()[:2]) - cpu_s) / passed
         per_s = (wake_ups(rank) - count) / passed
         assert per_s < 600, f"{rank.name()} wakes up {per_s:.0f} times a second"
-        assert share < 0.03, f"{rank.name()} takes {share:.1%} of a core"
+        # 0.5 and 1.8 % alone; more where caches are shared with other tests. One that spins takes all of it.
+        assert share < 0.1, f"{rank.name()} takes {share:.1%} of a core"
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
