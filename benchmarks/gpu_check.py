@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from rows import write_rows
 from torch import Tensor
 
+from chunkserve.kernels.cuda_graph import captured
 from chunkserve.kernels.dispatch import (
     FP8,
     AttentionProblem,
@@ -221,19 +222,6 @@ def check_deterministic(backend: GraphBackend) -> dict[str, Any]:
         alone = build_plan(paths=[path], kv_lens=n, q_lens=[1], kv_present=n, chunk_size=CHUNK, options=options)
         same &= torch.equal(attend(backend, q[i : i + 1], kv, alone)[0], together[i])
     return {"case": "same bits alone and in a batch", "right": same}
-
-
-def captured(run: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """`run` as a graph, on a side stream as torch asks for; what it needs must be staged."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        run()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run()
-    return graph, out
 
 
 def check_graph(backend: GraphBackend) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from chunkserve.replica.protocol import (
 )
 
 from .api_error import ApiError
-from .fair_queue import FairQueue, QueueFull, Turn
+from .fair_queue import FairQueue, QueueFull
 from .metrics import IngressMetrics
 from .openai_responses import Answer, sse_event
 
@@ -64,16 +64,20 @@ class ReplicaClient(Protocol):
     """The engine replicas, as the ingress sees them."""
 
     def generate(
-        self, request: Request, receipt: RouteReceipt | None = None
+        self,
+        request: Request,
+        receipt: RouteReceipt | None = None,
+        begin_anew: Callable[[], None] | None = None,
     ) -> AsyncGenerator[Sequence[TokenEvent], None]:
         """What becomes of each choice, until all have a finish_reason; closing the generator cancels the request.
 
-        A receipt is filled in before the first token comes out.
+        A receipt is filled in before the first token comes out. A request whose replica is lost is done once more,
+        elsewhere: before its first token, or where begin_anew says to forget what has come.
 
         Raises:
             RequestRefused: before the first item, for a request that can never be served.
             ReplicaOverloaded: before the first item, when the queue is full.
-            ReplicaLost: at any time, when the replica is lost and, until the first item, the next one too.
+            ReplicaLost: at any time, when the replica is lost and nothing can be done about it.
             ReplicaError: at any time.
         """
         ...
@@ -197,27 +201,15 @@ class GenerationResponse(Response):
 
     async def _consume(self, take: Callable[[int, Sequence[TokenEvent]], Awaitable[None]]) -> None:
         async def pump(prompt: int, request: Request) -> None:
-            async with self._queue.turn(
-                request.cache_salt, sequences=request.n, tokens=_expected_tokens(request)
-            ) as turn:
+            receipt = self._receipt if prompt == 0 else None
+            begin_anew = None if self._stream else lambda: self._answer.begin_anew(prompt)
+            async with (
+                self._queue.turn(request.cache_salt, sequences=request.n, tokens=_expected_tokens(request)) as turn,
+                aclosing(self._replica.generate(request, receipt, begin_anew)) as batches,
+            ):
                 turn.tokens = 0
-                try:
-                    await follow(prompt, request, turn)
-                except ReplicaLost:
-                    # Of a whole answer the client has seen nothing: another replica may begin it anew.
-                    if self._stream or not self._answer.begun(prompt):
-                        raise
-                    logger.warning("request_begun_anew request_id=%s", request.request_id)
-                    self._answer.begin_anew(prompt)
-                    await follow(prompt, request, turn)
-
-        async def follow(prompt: int, request: Request, turn: Turn) -> None:
-            receipt = (self._receipt,) if self._receipt is not None and prompt == 0 else ()
-            async with aclosing(self._replica.generate(request, *receipt)) as batches:
                 async for events in batches:
                     turn.tokens += _computed_tokens(request, events, is_first=turn.tokens == 0)
-                    if not self._stream and (lost := next((e for e in events if e.is_lost), None)) is not None:
-                        raise ReplicaLost(lost.error)
                     _check(events)
                     if self._first_token_s is None and any(event.token_ids for event in events):
                         self._first_token_s = time.monotonic()

@@ -111,18 +111,11 @@ class Answer(ABC):
             choice.logprobs += event.logprobs
             choice.last = event
 
-    def begun(self, prompt: int) -> bool:
-        """Whether anything of a prompt's choices is there."""
-        return any(choice.started for choice in self._choices_of(prompt))
-
     def begin_anew(self, prompt: int) -> None:
         """Forget what was gathered of a prompt's choices."""
-        for choice in self._choices_of(prompt):
-            self.choices[choice.index] = ChoiceState(index=choice.index)
-
-    def _choices_of(self, prompt: int) -> list[ChoiceState]:
         begin = prompt * self._choices_per_prompt
-        return self.choices[begin : begin + self._choices_per_prompt]
+        for index in range(begin, begin + self._choices_per_prompt):
+            self.choices[index] = ChoiceState(index=index)
 
     def whole(self) -> bytes:
         """The answer out of everything gathered; all choices are finished."""

@@ -5,7 +5,7 @@ import contextvars
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -52,7 +52,10 @@ class ServeReplicaClient:
         self._feeds = _Feeds(handle)
 
     async def generate(
-        self, request: Request, receipt: RouteReceipt | None = None
+        self,
+        request: Request,
+        receipt: RouteReceipt | None = None,
+        begin_anew: Callable[[], None] | None = None,
     ) -> AsyncGenerator[Sequence[TokenEvent], None]:
         if self._chunk_feed is None or self._chunk_feed.done():
             self._chunk_feed = _create_shared_task(
@@ -74,6 +77,8 @@ class ServeReplicaClient:
                 try:
                     async with aclosing(self._stream(request)) as stream:
                         async for events in stream:
+                            if begin_anew is not None:
+                                _raise_if_lost(events)
                             if not started and (cached := _cached_tokens(events)) is not None:
                                 started = True
                                 first_s = time.perf_counter()
@@ -85,10 +90,12 @@ class ServeReplicaClient:
                         self._metrics.samples.token_s.append((time.perf_counter() - first_s) / (num_tokens - 1))
                     return
                 except ReplicaLost:
-                    # Nothing has reached the client yet: another replica may do it.
-                    if started or last_try:
+                    # As long as nothing has reached the client, another replica may do it.
+                    if last_try or (started and begin_anew is None):
                         counters.broken_streams += started
                         raise
+                    if started and begin_anew is not None:
+                        begin_anew()
                     self._routing.failed(key)
                     logger.warning("request_retried request_id=%s", key)
         except (asyncio.CancelledError, GeneratorExit):
@@ -247,6 +254,12 @@ async def _watch(call: AsyncIterator[Any], inbox: _Inbox) -> None:
             pass
     except (RayError, RayServeException) as error:
         inbox.put(_replica_error(error))
+
+
+def _raise_if_lost(events: Sequence[TokenEvent]) -> None:
+    for event in events:
+        if event.is_lost:
+            raise ReplicaLost(event.error)
 
 
 def _cached_tokens(events: Sequence[TokenEvent]) -> int | None:

@@ -1,7 +1,8 @@
 """The layers of a Llama-like decoder on CPUs as one native call per step.
 
-It computes what the pieces of cpu_ops.py and cpu_tpp.py compute, in their order and with their bits; at a few rows the
-calls, the small tensors and the cold interpreter between the pieces would take a seventh of a step.
+It computes what the pieces of cpu_ops.py and cpu_tpp.py compute, in their order and with their bits; at one row the
+calls, the small tensors and the cold interpreter between the pieces would take a quarter of a step
+(benchmarks/ours_step_profile.py, with --pieces and without).
 """
 
 from collections.abc import Sequence

@@ -8,7 +8,7 @@ import importlib
 import logging
 from dataclasses import dataclass
 from functools import cache
-from typing import Final, Protocol
+from typing import Final, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -197,6 +197,7 @@ def attend(
     return get_backend(kv.backend).attend(q, kv, plan, scale=scale, alibi_slopes=alibi_slopes, sinks=sinks)
 
 
+@runtime_checkable
 class GraphBackend(Backend, Protocol):
     """What backends for GPUs have beside, so that a CUDA graph captured over one plan serves the next ones.
 

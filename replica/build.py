@@ -3,6 +3,7 @@
 import logging
 import os
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,11 +14,12 @@ from chunkserve.cluster.collectives import Collectives
 from chunkserve.cluster.control_rows import ControlRows
 from chunkserve.cluster.membership import Membership
 from chunkserve.kernels import cpu_ops, cpu_tpp
+from chunkserve.kernels.cuda_graph import captured
 from chunkserve.kernels.dispatch import FP8, AttentionProblem, Backend, select_backend
 from chunkserve.kernels.plan import PlanOptions
 
 from .chunk_hash import ChunkScheme
-from .decode_graphs import CudaCapture, DecodeGraphs
+from .decode_graphs import DecodeGraphs
 from .engine import Emit, Engine, EngineConfig, build_tree
 from .fake import FakeModelRunner
 from .follower import Follower
@@ -187,9 +189,8 @@ def _build_runner(options: ReplicaOptions, place: Membership | None) -> tuple[Mo
     )  # fmt: skip
     graphs = None
     if sizes.device == "cuda" and options.cuda_graphs and isinstance(model, Decoder) and place is None:
-        graphs = DecodeGraphs(
-            model.forward, kv, device=sizes.device, max_rows=options.max_running, capture=CudaCapture()
-        )  # fmt: skip
+        capture = partial(captured, pool=torch.cuda.graph_pool_handle())
+        graphs = DecodeGraphs(model.forward, kv, device=sizes.device, max_rows=options.max_running, capture=capture)
         with torch.inference_mode():
             graphs.capture_all()
     return ModelRunner(model, kv, graphs), _engine_config(options, sizes, config.eos_token_ids, num_slots)

@@ -9,13 +9,13 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol, TypeGuard
+from typing import Final, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from chunkserve.kernels.dispatch import Backend, GraphBackend, LayerKV
+from chunkserve.kernels.dispatch import GraphBackend, LayerKV
 from chunkserve.kernels.plan import AttentionPlan, build_plan
 
 from .kv_store import KVStore
@@ -58,14 +58,14 @@ class DecodeGraphs:
         kv: over a backend for GPUs.
         device: where the model is.
         max_rows: sequences in one step.
-        capture: how; `CudaCapture` on GPUs.
+        capture: how; kernels/cuda_graph.py on GPUs.
     """
 
     def __init__(self, forward: Forward, kv: KVStore, *, device: str, max_rows: int, capture: Capture) -> None:
         self.num_replays = 0
         self._forward = forward
         self._kv = kv
-        assert is_graph_backend(kv.backend)
+        assert isinstance(kv.backend, GraphBackend)
         self._backend = kv.backend
         self._device = device
         self._capture = capture
@@ -134,32 +134,6 @@ class DecodeGraphs:
         """On the host, where a copy to the device does not wait. torch keeps such memory until the copy is done."""
         tensor = torch.as_tensor(values, dtype=torch.int64)
         return tensor.pin_memory() if self._device == "cuda" else tensor
-
-
-class CudaCapture:
-    """Captures on a side stream, as torch asks for; all graphs share one pool of memory.
-
-    They may: only one of them runs at a time, and its result is used before the next one does.
-    """
-
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def __call__(self, run: Callable[[], Tensor]) -> tuple[Graph, Tensor]:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            run()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            out = run()
-        return graph, out
-
-
-def is_graph_backend(backend: Backend) -> TypeGuard[GraphBackend]:
-    """Whether a backend's kernels can be captured."""
-    return all(hasattr(backend, name) for name in ("reserve", "stage", "release"))
 
 
 def graph_sizes(max_rows: int) -> tuple[int, ...]:

@@ -30,6 +30,7 @@ from .reporter import RoutingReporter
 from .sampler import Sampled
 from .scheduler import Batch, Scheduler
 from .sequence import Sequence, SequenceState
+from .stall_watch import watch_for_stalls
 from .step_core import Outcome, Runner, StepCore
 from .text_stream import TextStream
 from .tokenizer import Tokenizer
@@ -145,7 +146,13 @@ class Engine:
     def start(self) -> None:
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
         self._thread.start()
-        threading.Thread(target=self._watch, name="engine-watch", daemon=True).start()
+        watched = (
+            self._ended,
+            self.config.stall_warning_s,
+            lambda: self._last_turn_s if self._num_open else None,
+            self.load,
+        )
+        threading.Thread(target=watch_for_stalls, args=watched, name="engine-watch", daemon=True).start()
 
     def stop(self) -> None:
         """End the loop after its current step; what is unfinished gets an error event."""
@@ -314,25 +321,6 @@ class Engine:
                 self._sync.leave(str(self._fault) if self._fault is not None else None)
             self._abandon()
             self._ended.set()
-
-    def _watch(self) -> None:
-        """Log, on a thread of its own, when there are requests and the loop does not come round, and when it does."""
-        seen: float | None = None  # the turn that was the last one when we looked before, with requests open
-        stalled = False
-        while not self._ended.wait(self.config.stall_warning_s):
-            turn_s = self._last_turn_s if self._num_open else None
-            if turn_s is not None and turn_s == seen and not stalled:
-                stalled = True
-                load = self.load()
-                logger.warning(
-                    "engine stalled age_s=%.1f running=%d waiting=%d chunks_in_use=%d steps=%d",
-                    load.last_step_age_s, load.running_sequences, load.waiting_sequences, load.chunks_in_use,
-                    load.steps,
-                )  # fmt: skip
-            elif stalled and turn_s != seen:
-                stalled = False
-                logger.warning("engine moves again steps=%d", self._core.num_steps)
-            seen = turn_s
 
     def _take_messages(self, wait: bool) -> None:
         """Carry out what other threads asked for; with `wait`, block until there is something, or a beat is due."""

@@ -1,7 +1,8 @@
 """What a router counts and measures, for metrics."""
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
+from typing import Literal
 
 from .policy import Reason
 
@@ -23,7 +24,7 @@ class RouteCounters:
     chunked_first_tokens: int = 0  # of those, prompts that have a full chunk
     gaps: int = 0
     resyncs: int = 0
-    retries: int = 0
+    retries: Counter[Literal["before", "after"]] = field(default_factory=Counter)  # the first token
     broken_streams: int = 0
     cancels: int = 0
     actual_s: float = 0.0  # from the decision to the first token

@@ -124,7 +124,8 @@ class RouteMetrics:
         self._count(_EVICTIONS, state.index.num_evictions)
         for reason, decisions in list(counters.decisions.items()):
             self._count("chunkserve_route_decisions", decisions, reason=reason)
-        self._count("chunkserve_retries", counters.retries, phase="before_first_token")
+        for phase, retries in list(counters.retries.items()):
+            self._count("chunkserve_retries", retries, phase=f"{phase}_first_token")
         self._set_replicas(state, now_s)
         stored = state.index.num_stored
         self._gauges[_ENTRIES].set(stored, tags={"state": "stored"})

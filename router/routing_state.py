@@ -249,7 +249,8 @@ class RoutingState:
             ticket = self._tickets.get(key)
             if ticket is not None and ticket.replica is not None:
                 ticket.failed_on = (*ticket.failed_on, ticket.replica)
-                self.counters.retries += 1
+                self.counters.retries["after" if ticket.is_first_done else "before"] += 1
+                ticket.is_first_done = False
                 self.loads.release(key)
 
     def rerouted(self, key: str, name: str, now_s: float) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import queue
 import signal
 import socket
 import subprocess
@@ -196,8 +197,8 @@ def test_reports_are_the_newest_of_each_rank() -> None:
     threads = [threading.Thread(target=connect, args=(rank,)) for rank in (1, 2)]
     for thread in threads:
         thread.start()
-    lost: list[str] = []
-    leader = Liveness.accept(listener, 3, token, lambda rank, reason: lost.append(f"{rank} {reason}"))
+    lost: queue.Queue[str] = queue.Queue()
+    leader = Liveness.accept(listener, 3, token, lambda rank, reason: lost.put(f"{rank} {reason}"))
     for thread in threads:
         thread.join()
     for follower in followers:
@@ -209,7 +210,7 @@ def test_reports_are_the_newest_of_each_rank() -> None:
     assert time.monotonic() - begin >= 0.2
     followers[0].leave("it broke")
     leader.reports(lambda body: False, timeout_s=10)
-    assert lost == [f"{followers[0].rank} it broke"]
+    assert lost.get(timeout=GONE_S) == f"{followers[0].rank} it broke"
     assert leader.lost == f"rank {followers[0].rank} is lost: it broke"
     leader.leave()
 

@@ -5,15 +5,15 @@ import itertools
 import socket
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import httpx
 import pytest
 import uvicorn
 
 from chunkserve.deploy.config import ServeConfig
-from chunkserve.deploy.generation import ReplicaLost
+from chunkserve.deploy.generation import ReplicaLost, RouteReceipt
 from chunkserve.deploy.ingress import build_http_app
 from chunkserve.replica.protocol import (
     FinishReason,
@@ -53,7 +53,7 @@ class ScriptedReplica:
     fail_with: raised before batch `fail_at`.
     hang_at: waits for ever before this batch.
     engine_error: the finish_reason of the second batch is "error", with this text.
-    losses: one is taken by each request, which is lost before its third batch: "raised" or "told" by its last event.
+    losses: so many requests are lost before their third batch; they begin anew where they may.
     """
 
     words: int = 5
@@ -62,7 +62,7 @@ class ScriptedReplica:
     fail_at: int = 0
     hang_at: int | None = None
     engine_error: str | None = None
-    losses: list[str] = field(default_factory=list)
+    losses: int = 0
     cut_short: bool = False
     unhealthy: Exception | None = None
     cached_tokens: int = 3
@@ -71,22 +71,24 @@ class ScriptedReplica:
     cancelled: int = 0
     resets: int = 0
 
-    async def generate(self, request: Request) -> AsyncGenerator[Sequence[TokenEvent], None]:
+    async def generate(
+        self, request: Request, receipt: RouteReceipt | None = None, begin_anew: Callable[[], None] | None = None
+    ) -> AsyncGenerator[Sequence[TokenEvent], None]:
         self.requests.append(request)
         self.running += 1
         ended = False
-        loss = self.losses.pop(0) if self.losses else None
+        self.losses, is_lost = max(0, self.losses - 1), self.losses > 0
         try:
             total = min(self.words, request.sampling.max_tokens)
+            if is_lost:
+                for at in range(2):
+                    yield [self._event(request, choice, at, total) for choice in range(request.n)]
+                if begin_anew is None:
+                    raise ReplicaLost("the replica is lost: it died")
+                begin_anew()
             for at in range(total):
                 if self.fail_with is not None and at == self.fail_at:
                     raise self.fail_with
-                if loss and at == 2:
-                    if loss == "raised":
-                        raise ReplicaLost("the replica is lost: it died")
-                    event = self._event(request, 0, at, total)
-                    yield [replace(event, finish_reason="error", error="the engine has failed: x", is_lost=True)]
-                    return
                 if at == self.hang_at:
                     await asyncio.Event().wait()
                 await asyncio.sleep(self.pause_s)

@@ -126,6 +126,51 @@ async def test_a_death_after_the_first_token_is_told_and_nothing_begins_again(ma
     assert_zero(cluster.state)
 
 
+@pytest.mark.parametrize("how", ["killed", "engine fails"])
+async def test_what_may_begin_anew_does_so_once_elsewhere(make: Callable[..., Cluster], how: str) -> None:
+    """Of a whole answer the client has seen nothing, whenever its replica is lost."""
+    wanted = await tokens(make("alone"), request("r", 1, max_tokens=60))
+    cluster = make("a", "b", "c", step=StepTime(fixed_s=0.02, per_token_s=0.0))
+    got: list[int] = []
+
+    async def take() -> None:
+        async for events in cluster.client.generate(request("r", 1, max_tokens=60), None, got.clear):
+            got.extend(token for event in events for token in event.token_ids)
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("no more")
+
+    def lose() -> None:
+        name = cluster.sent[-1][1]
+        if how == "killed":
+            cluster.kill(name)
+        else:
+            cluster.replicas[name].engine._core._runner.run = fail  # type: ignore[method-assign]
+
+    running = asyncio.create_task(take())
+    await until(lambda: len(got) >= 2)
+    lose()
+    await running
+    assert got == wanted
+    assert len({replica for _, replica in cluster.sent}) == len(cluster.sent) == 2
+    assert cluster.state.counters.retries == {"after": 1}
+    assert_zero(cluster.state)
+
+    if how == "engine fails":
+        cluster.kill(cluster.sent[0][1])  # as Serve does
+    got.clear()
+    running = asyncio.create_task(take())
+    await until(lambda: len(got) >= 2)
+    lose()
+    await until(lambda: len(cluster.sent) == 4)
+    await until(lambda: len(got) >= 2)
+    lose()
+    with pytest.raises(ReplicaLost):
+        await running
+    assert len(cluster.sent) == 4
+    assert_zero(cluster.state)
+
+
 async def test_an_engine_that_fails_at_the_first_step_costs_one_retry(make: Callable[..., Cluster]) -> None:
     cluster = make("a", "b")
     request_ = request("r", 1)
