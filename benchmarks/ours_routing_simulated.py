@@ -98,7 +98,7 @@ def generated(name: str, load: float, replicas: int, routers: int, seed: int, nu
             num_requests=int(flood_rps * third_s), rate_rps=flood_rps, chunk_size=CHUNK, prompt_tokens=FLOOD_TOKENS,
             seed=seed, begin_s=third_s, name="flood",
         )  # fmt: skip
-        requests = list(merged(requests, [replace(request, is_warmup=True) for request in flood]))
+        requests = list(merged(requests, [replace(request, is_background=True) for request in flood]))
     return Case(workload=name, load=load, seed=seed, config=config, requests=requests)
 
 

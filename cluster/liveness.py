@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 BEAT_S = 0.5
 SILENCE_S = 5.0
+GRACE_S = 60.0
 
 TOKEN_BYTES = 16
 _MACHINE_BYTES = 16
@@ -68,6 +69,15 @@ class Process:
         name = f"{boot} {os.stat('/proc/self/ns/pid').st_ino}".encode()
         return cls(pid=os.getpid(), machine=hashlib.blake2b(name, digest_size=_MACHINE_BYTES).digest())
 
+    def is_stopped(self) -> bool:
+        """By a signal, as far as that can be seen: on another machine it cannot."""
+        if self.machine != Process.own().machine:
+            return False
+        try:
+            return Path(f"/proc/{self.pid}/stat").read_text().rsplit(") ", 1)[1][0] in "Tt"
+        except FileNotFoundError:
+            return False
+
     def kill(self) -> None:
         """SIGKILL, if it is on this machine, and not this very process."""
         own = Process.own()
@@ -99,13 +109,18 @@ class Liveness:
         on_lost: called once, from a thread of ours, for the first peer that is lost, after stalled ones were killed and
             rank 0 has ended the group; not after `leave`.
         silence_s: a peer that says nothing for so long is stalled.
+        grace_s: the same until `end_grace`, for one that is not stopped: who imports a large library from a slow disk
+            holds the interpreter, and with it the beats.
     """
 
-    def __init__(self, rank: int, on_lost: OnLost, silence_s: float = SILENCE_S) -> None:
+    def __init__(
+        self, rank: int, on_lost: OnLost, silence_s: float = SILENCE_S, grace_s: float = GRACE_S
+    ) -> None:  # fmt: skip
         self.rank = rank
         self._peers: dict[int, _Peer] = {}  # replaced, not changed: threads go through it
         self._on_lost = on_lost
         self._silence_s = silence_s
+        self._grace_s: float | None = grace_s
         self._reports: dict[int, bytes] = {}
         self._news = threading.Condition()
         self._send_lock = threading.Lock()
@@ -116,7 +131,7 @@ class Liveness:
     @classmethod
     def accept(
         cls, listener: socket.socket, num_ranks: int, token: bytes, on_lost: OnLost, *, timeout_s: float = 60.0,
-        silence_s: float = SILENCE_S, trouble: Trouble = lambda ranks: None,
+        silence_s: float = SILENCE_S, grace_s: float = GRACE_S, trouble: Trouble = lambda ranks: None,
     ) -> "Liveness":  # fmt: skip
         """Rank 0's end, once all others have connected; closes the listener. Who has come is watched from then on.
 
@@ -126,7 +141,7 @@ class Liveness:
             LinkError: they did not within timeout_s, or will not; those that have come are told.
         """
         deadline = time.monotonic() + timeout_s
-        link = cls(0, on_lost, silence_s)
+        link = cls(0, on_lost, silence_s, grace_s)
         listener.settimeout(_LOOK_S)
         with listener:
             while len(link._peers) < num_ranks - 1:
@@ -177,6 +192,12 @@ class Liveness:
         link._watch(peer)
         return link
 
+    def end_grace(self) -> None:
+        """All have started, and beat from now on."""
+        for peer in self._peers.values():
+            peer.heard_s = time.monotonic()
+        self._grace_s = None
+
     def report(self, body: bytes) -> None:
         """Tell rank 0 something; only its newest report counts."""
         self._send(self._peers[0], _REPORT, body)
@@ -217,17 +238,24 @@ class Liveness:
         self._send(peer, _BEAT, b"")
         threading.Thread(target=self._listen, args=(peer,), name=f"rank-link-{peer.rank}", daemon=True).start()
 
+    def _stalled_s(self, peer: _Peer) -> float | None:
+        """How long it has been silent, if that is too long."""
+        silence = time.monotonic() - peer.heard_s
+        if peer.gone or silence <= self._silence_s:
+            return None
+        grace_s = self._grace_s
+        return silence if grace_s is None or silence > grace_s or peer.process.is_stopped() else None
+
     def _kill_stalled(self) -> None:
         for peer in self._peers.values():
-            if time.monotonic() - peer.heard_s > self._silence_s and not peer.gone:
+            if self._stalled_s(peer) is not None:
                 peer.process.kill()
 
     def _beat(self) -> None:
         while not self._closed.wait(BEAT_S):
             for peer in self._peers.values():
                 self._send(peer, _BEAT, b"")
-                silence = time.monotonic() - peer.heard_s
-                if silence > self._silence_s and not peer.gone:
+                if (silence := self._stalled_s(peer)) is not None:
                     self._lose(peer, f"it has said nothing for {silence:.1f} s")
 
     def _listen(self, peer: _Peer) -> None:

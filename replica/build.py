@@ -179,6 +179,7 @@ def _build_runner(options: ReplicaOptions, place: Membership | None) -> tuple[Mo
     if place is not None:
         place.group.check_exact(model.activation_dtype, config.hidden_size)
         num_slots = place.group.smallest(num_slots)
+        place.link.end_grace()
         model.collectives = _collectives(place, model, sizes.step_tokens)
     kv = KVStore(sizes.backend, sizes.problems, num_slots=num_slots)
     logger.info(

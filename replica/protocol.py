@@ -197,6 +197,7 @@ class RoutingReport:
     epoch: another one than before means that all chunks are lost.
     taken_at_s: wall clock, Unix time.
     backlog_s: time to compute the prompts that are here and not computed.
+    computed_tokens, computed_steps: of prompts, since the start; the steps are what each prompt would take alone.
     chunk_identity: of the root digest and the chunk size; a router hashes with the same, or knows no chunks here.
     """
 
@@ -211,6 +212,8 @@ class RoutingReport:
     step: StepTime
     max_step_tokens: int
     chunk_identity: str
+    computed_tokens: int = 0
+    computed_steps: int = 0
     draining: bool = False
 
 

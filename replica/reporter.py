@@ -30,6 +30,7 @@ class RoutingReporter:
         self._max_step_tokens = max_step_tokens
         self._wall_clock = wall_clock
         self._digests: dict[str, tuple[bytes, ...]] = {}
+        self._computed_tokens = self._computed_steps = 0
         self._published_s = 0.0
         self._report: RoutingReport | None = None
 
@@ -48,6 +49,14 @@ class RoutingReporter:
         tokens = batch.num_tokens
         context = sum(row.num_tokens * (row.end - 0.5 * row.num_tokens) for row in batch.rows) / tokens
         self._fit.observe(max(seconds, 1e-6), tokens=tokens, context_tokens=context, sequences=len(batch.rows))
+        for row in batch.rows:
+            sequence = row.sequence
+            if sequence.num_generated:
+                continue
+            self._computed_tokens += row.num_tokens
+            if row.samples:
+                new = row.end - (sequence.cached_tokens or 0)
+                self._computed_steps += -(-new // self._max_step_tokens)
 
     def publish(self, scheduler: Scheduler, *, now: bool = False) -> None:
         """Bring the report up to date, if it is old, or `now`."""
@@ -67,6 +76,8 @@ class RoutingReporter:
             chunks_retained=tree.num_idle,
             step=step,
             max_step_tokens=self._max_step_tokens,
+            computed_tokens=self._computed_tokens,
+            computed_steps=self._computed_steps,
             chunk_identity=self.journal.scheme.identity,
         )
 

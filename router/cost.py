@@ -52,7 +52,7 @@ class CostOptions:
     reuse_share: share of evicted tokens that somebody will want again.
     """
 
-    prefill_weight: float = 1.5
+    prefill_weight: float = 3.0
     decode_weight: float = 0.5
     sharing_weight: float = 1.0
     reuse_share: float = 0.25

@@ -50,7 +50,7 @@ class ClusterView:
 
     seeds: a fixed number per replica, the same in all routers.
     work_s: seconds until its prompts are computed.
-    sent_s: seconds of prompts that it was sent lately.
+    given_s: seconds of prompts that it was given lately, done or not.
     num_requests: requests that it has.
     cached_tokens: tokens of this prompt that it holds.
     num_sharers: running requests there with the request's anchor.
@@ -61,7 +61,7 @@ class ClusterView:
 
     seeds: NDArray[np.uint64]
     work_s: Floats
-    sent_s: Floats
+    given_s: Floats
     num_requests: Ints
     cached_tokens: Ints
     num_sharers: Ints
@@ -169,9 +169,9 @@ def prefix(request: RouteRequest, view: ClusterView, options: PolicyOptions) -> 
     allowed = view.work_s <= limit_s
     # What holds the prompt may be asked for it again after what has just been allowed to compute it.
     slack_s = np.where(prefill_s > 0.5 * prompt_s, 0.5, 1.0) * prompt_s
-    share_s = np.maximum((1 + options.balance) * float(view.sent_s.mean()), _FREE_PROMPTS * prompt_s)
-    fair = view.sent_s + prefill_s <= share_s + slack_s
-    allowed &= fair if fair.any() else view.sent_s == view.sent_s.min()
+    share_s = np.maximum((1 + options.balance) * float(view.given_s.mean()), _FREE_PROMPTS * prompt_s)
+    fair = view.given_s + prefill_s <= share_s + slack_s
+    allowed &= fair if fair.any() else view.given_s == view.given_s.min()
     random_key = view.draw.to_bytes(8, "little")
     priorities = _rendezvous(request.anchor or random_key, view.seeds)
     warming = view.age_s < options.slow_start_s

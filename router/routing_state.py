@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 import numpy as np
+from numpy.typing import NDArray
 
 from chunkserve.replica.protocol import ChunkDelta, RoutingReport, StepTime
 
@@ -399,7 +400,7 @@ class RoutingState:
         return ClusterView(
             seeds=arrays.seeds,
             work_s=self.loads.work_s(rows, now_s),
-            sent_s=arrays.cost.compute_s(*self.loads.sent(rows)),
+            given_s=self._given_s(arrays),
             num_requests=self.loads.num_requests(rows, now_s),
             cached_tokens=np.minimum(match.depths[rows] * self.chunk_size, request.prompt_tokens - 1),
             num_sharers=self.loads.num_sharers(rows, request.anchor) if shares else arrays.zeros,
@@ -409,6 +410,10 @@ class RoutingState:
             draw=self._random.getrandbits(64),
             turn=self._turn,
         )
+
+    def _given_s(self, arrays: ReplicaArrays) -> NDArray[np.float64]:
+        tokens, steps, backlog_s = self.loads.given(arrays.rows)
+        return arrays.cost.compute_s(tokens, steps) + backlog_s
 
     def _commit(
         self,

@@ -32,7 +32,8 @@ class SimRequest:
     digests: of its full chunks; equal ones mean equal prefixes.
     head, head_tokens: names its first tokens, up to where others with the same name part from it within a chunk; b"" if
         nothing is known of that.
-    is_warmup: left out of the result's times and hits.
+    is_warmup: left out of the result.
+    is_background: left out of its times and hits, but not of its work.
     """
 
     at_s: float
@@ -42,6 +43,11 @@ class SimRequest:
     head: bytes = b""
     head_tokens: int = 0
     is_warmup: bool = False
+    is_background: bool = False
+
+    @property
+    def is_timed(self) -> bool:
+        return not (self.is_warmup or self.is_background)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +134,7 @@ class SimulatedReplica:
         self.waiting: dict[Job, None] = {}  # in order of arrival
         self.coming: Counter[bytes] = Counter()  # chunks of waiting prompts
         self.queued_tokens = 0
+        self.computed_tokens = self.computed_steps = 0  # of prompts
         self.running: dict[Job, None] = {}
         self.steps: _Steps | None = None
         self.epoch = 0
@@ -173,6 +180,8 @@ class SimulatedReplica:
             chunks_retained=max(0, len(self.cache) - len(self.held)),
             step=step,
             max_step_tokens=per_step,
+            computed_tokens=self.computed_tokens,
+            computed_steps=self.computed_steps,
             chunk_identity="simulated",
             draining=self.is_draining,
         )
@@ -244,8 +253,10 @@ class SimulatedReplica:
             if size:
                 job.computed += size
                 self._store(job)
+                self.computed_tokens += size
                 if job.left:
                     continue
+                self.computed_steps += math.ceil((job.computed - job.cached) / self.config.max_step_tokens)
                 job.generated = 1
                 self.sim.later(self.sim.has_first_token, job)
                 if self.config.decode_token_s is not None:

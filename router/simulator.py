@@ -195,7 +195,7 @@ class Simulator:
         job.first_s = self.now_s
         known = job.router.first_token(job.key, job.cached, self.now_s)
         self.result.stale_hits += known is not None and job.cached + self.config.chunk_size <= known[1]
-        if not job.request.is_warmup:
+        if job.request.is_timed:
             self.result.ttft_s.append(self.now_s - job.request.at_s)
             self.result.prompt_tokens += job.request.prompt_tokens
             self.result.cached_tokens += job.cached
@@ -205,7 +205,7 @@ class Simulator:
             return
         assert job.first_s is not None
         self.result.finished_at_s.append(self.now_s)
-        if job.request.output_tokens > 1 and not job.request.is_warmup:
+        if job.request.output_tokens > 1 and job.request.is_timed:
             self.result.token_s.append((self.now_s - job.first_s) / (job.request.output_tokens - 1))
         self._over(job)
 

@@ -36,11 +36,11 @@ def test_rows_of_each_workload_and_what_came_of_the_targets(script: Any, capsys:
 
 def test_a_flood_is_beside_the_others_and_its_times_are_not_counted(script: Any) -> None:
     calm, flood = (script.generated(name, 0.3, 8, 1, 0, 1000) for name in ("prompts", "flood"))
-    others = [request for request in flood.requests if not request.is_warmup]
+    others = [request for request in flood.requests if not request.is_background]
     assert others == calm.requests
     assert len(flood.requests) > len(others) + 3
     end_s = calm.requests[-1].at_s
-    assert all(end_s / 3 <= request.at_s <= end_s for request in flood.requests if request.is_warmup)
+    assert all(end_s / 3 <= request.at_s <= end_s for request in flood.requests if request.is_background)
 
 
 def test_larger_fleets_have_more_prompts(script: Any) -> None:

@@ -11,12 +11,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 
-from chunkserve.cluster.liveness import LinkError, Liveness
+from chunkserve.cluster import liveness
+from chunkserve.cluster.liveness import LinkError, Liveness, Process
 from chunkserve.cluster.membership import Meeting, Membership
 from chunkserve.cluster.rank_group import RankGroupError
 
@@ -184,6 +186,50 @@ def test_ranks_wait_for_one_that_comes_late() -> None:
     assert link.reports(lambda body: body == b"here", timeout_s=1)[1] == b"here"
     for each in (link, early, *links):
         each.leave()
+
+
+@contextmanager
+def silent_rank(grace_s: float) -> Iterator[tuple[Liveness, subprocess.Popen[bytes], "queue.Queue[str]"]]:
+    """Rank 0's end, a process that says hello and no more, and why it is lost."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    token, lost = b"t" * 16, queue.Queue[str]()
+    process = subprocess.Popen(["sleep", "60"])
+    connection = socket.create_connection(listener.getsockname())
+    connection.sendall(liveness._HELLO.pack(token, 1, process.pid, Process.own().machine))
+    link = Liveness.accept(listener, 2, token, lambda _, reason: lost.put(reason), silence_s=1.0, grace_s=grace_s)
+    try:
+        yield link, process, lost
+    finally:
+        link.leave()
+        connection.close()
+        process.kill()
+        process.wait()
+
+
+def test_who_starts_may_be_silent_unless_it_is_stopped() -> None:
+    """Importing holds the interpreter for seconds."""
+    with silent_rank(grace_s=GONE_S) as (_, process, lost):
+        with pytest.raises(queue.Empty):
+            lost.get(timeout=2.0)
+        process.send_signal(signal.SIGSTOP)
+        assert "said nothing" in lost.get(timeout=GONE_S / 2)
+        assert process.wait(GONE_S) == -signal.SIGKILL
+
+
+def test_who_starts_may_not_be_silent_for_ever() -> None:
+    with silent_rank(grace_s=2.0) as (_, process, lost):
+        assert "said nothing" in lost.get(timeout=GONE_S)
+        assert process.wait(GONE_S) == -signal.SIGKILL
+
+
+def test_who_has_started_may_not_be_silent() -> None:
+    with silent_rank(grace_s=60.0) as (link, process, lost):
+        time.sleep(1.5)
+        begin = time.monotonic()
+        link.end_grace()
+        assert "said nothing" in lost.get(timeout=GONE_S)
+        assert time.monotonic() - begin >= 1.0, "what was silent before does not count"
+        assert process.wait(GONE_S) == -signal.SIGKILL
 
 
 def test_reports_are_the_newest_of_each_rank() -> None:

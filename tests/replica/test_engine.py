@@ -9,7 +9,8 @@ from collections.abc import Callable
 import pytest
 
 from chunkserve.replica.build import build_engine
-from chunkserve.replica.engine import Engine, EngineConfig
+from chunkserve.replica.chunk_hash import ChunkScheme
+from chunkserve.replica.engine import Engine, EngineConfig, build_tree
 from chunkserve.replica.fake import FakeModelRunner
 from chunkserve.replica.options import ReplicaOptions
 from chunkserve.replica.protocol import (
@@ -21,6 +22,7 @@ from chunkserve.replica.protocol import (
     StepTime,
     TokenEvent,
 )
+from chunkserve.replica.reporter import RoutingReporter
 from chunkserve.replica.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.model
@@ -32,7 +34,7 @@ VOCAB = 97
 class Bench:
     """An engine that is stepped by hand, and what came out of it."""
 
-    def __init__(self, tokenizer: Tokenizer, **options: object) -> None:
+    def __init__(self, tokenizer: Tokenizer, reporter: RoutingReporter | None = None, **options: object) -> None:
         defaults: dict[str, object] = {
             "chunk_size": C,
             "num_slots": 64,
@@ -45,7 +47,10 @@ class Bench:
         config = EngineConfig(**{**defaults, **options})  # type: ignore[arg-type]
         self.runner = FakeModelRunner(vocab_size=VOCAB, num_slots=config.num_slots, chunk_size=C)
         self.events: dict[str, list[TokenEvent]] = defaultdict(list)
-        self.engine = Engine(runner=self.runner, tokenizer=tokenizer, config=config, emit=self.take)
+        self.engine = Engine(
+            runner=self.runner, tokenizer=tokenizer, config=config, emit=self.take, reporter=reporter,
+            tree=build_tree(config, reporter),
+        )  # fmt: skip
 
     def take(self, events: list[tuple[str, TokenEvent]]) -> None:
         for request_id, event in events:
@@ -469,3 +474,23 @@ def test_a_replica_with_simulated_steps_takes_their_time_and_says_what_the_fake_
     for _ in range(3):
         tokens.append(model.next_token("", tokens))
     assert [token for _, event in events for token in event.token_ids] == tokens[100:]
+
+
+def test_routers_hear_what_prompts_took(make: Callable[..., Bench]) -> None:
+    reporter = RoutingReporter(ChunkScheme(model="toy", dtype="float32", chunk_size=C), max_step_tokens=64)
+    bench = make(reporter=reporter)
+
+    def told() -> tuple[int, int]:
+        reporter.publish(bench.engine._scheduler, now=True)
+        report = reporter.report()
+        assert report is not None
+        return report.computed_tokens, report.computed_steps
+
+    cold, warm = list(range(70)), [*range(70), 5, 6]
+    bench.engine.submit(request("cold", cold))
+    bench.run()
+    assert told() == (70, 2), "two steps of 64; what was generated does not count"
+    bench.engine.submit(request("warm", warm))
+    bench.engine.submit(request("other", [90] * 10))
+    bench.run()
+    assert told() == (70 + 2 + 10, 2 + 1 + 1), "a step for each prompt, although they share one"

@@ -7,7 +7,9 @@ from chunkserve.replica.protocol import RoutingReport, StepTime
 from chunkserve.router.load_table import STALE_AFTER_S, LoadTable
 
 
-def report_at(taken_at_s: float, backlog_s: float = 0.0, requests: int = 0) -> RoutingReport:
+def report_at(
+    taken_at_s: float, backlog_s: float = 0.0, requests: int = 0, computed: tuple[int, int] = (0, 0)
+) -> RoutingReport:
     return RoutingReport(
         epoch=0,
         taken_at_s=taken_at_s,
@@ -20,6 +22,8 @@ def report_at(taken_at_s: float, backlog_s: float = 0.0, requests: int = 0) -> R
         step=StepTime(),
         max_step_tokens=512,
         chunk_identity="x",
+        computed_tokens=computed[0],
+        computed_steps=computed[1],
     )
 
 
@@ -47,28 +51,59 @@ def test_a_request_is_work_until_its_first_token_and_counts_until_its_end() -> N
     table.check()
 
 
-def test_what_was_sent_fades_and_moves_with_its_request() -> None:
+def given(table: LoadTable, rows: int = 2) -> list[list[float]]:
+    return [column.tolist() for column in table.given(np.arange(rows))]
+
+
+def test_what_was_given_counts_as_sent_then_as_waiting_then_as_done_and_fades() -> None:
     table = table_of(2)
-
-    def sent() -> list[list[float]]:
-        return [column.tolist() for column in table.sent(ROWS)]
-
-    table.reserve("a", 0, 2.0, now_s=0.0, tokens=200, steps=2)
+    table.report(0, report_at(0.0))
+    table.reserve("a", 0, 2.0, now_s=1.0, tokens=200, steps=2)
+    assert given(table) == [[200, 0], [2, 0], [0, 0]]
+    table.report(0, report_at(2.0, backlog_s=2.0))
+    assert given(table) == [[0, 0], [0, 0], [2, 0]]
     table.prefilled("a")
     table.release("a")
-    assert sent() == [[200, 0], [2, 0]]
-    table.reserve("b", 1, 0.5, now_s=60.0, tokens=50, steps=1)
-    assert sent()[0] == pytest.approx([200 / np.e, 50])
-    table.reserve("b", 0, 0.75, now_s=60.0, tokens=75, steps=1)
-    assert sent()[0] == pytest.approx([200 / np.e + 75, 0])
-    assert sent()[1] == pytest.approx([2 / np.e + 1, 0])
+    table.report(0, report_at(3.0, computed=(210, 3)))
+    assert given(table) == [[210, 0], [3, 0], [0, 0]]
+    table.report(1, report_at(63.0, computed=(1000, 10)))
+    assert given(table)[0] == pytest.approx([210 / np.e, 0]), "what it did before its first report is not known"
 
 
-def test_a_new_replica_begins_with_what_others_were_sent() -> None:
+def test_what_moves_was_given_to_the_second_and_what_is_cancelled_to_nobody() -> None:
+    table = table_of(2)
+    table.reserve("a", 0, 2.0, now_s=1.0, tokens=200, steps=2)
+    table.reserve("a", 1, 1.0, now_s=1.0, tokens=100, steps=1)
+    assert given(table) == [[0, 100], [0, 1], [0, 0]]
+    table.release("a")
+    table.report(1, report_at(2.0))
+    assert given(table) == [[0, 0], [0, 0], [0, 0]]
+
+
+def test_a_new_replica_begins_with_what_others_were_given() -> None:
     table = table_of(2)
     table.reserve("a", 0, 2.0, now_s=0.0, tokens=200, steps=2)
     table.add_replica(2)
-    assert [column.tolist() for column in table.sent(np.arange(3))] == [[200, 0, 100], [2, 0, 1]]
+    assert given(table, 3)[:2] == [[200, 0, 100], [2, 0, 1]]
+    assert table.scale == 1.0
+
+
+def test_what_other_routers_send_between_reports_is_taken_to_be_like_our_own() -> None:
+    table = table_of(2)
+    table.report(0, report_at(0.0))
+    for number in range(100):
+        table.reserve(f"{number}", 0, 0.5, now_s=0.5, tokens=50, steps=1)
+        table.prefilled(f"{number}")
+        table.release(f"{number}")
+    assert table.scale == 1.0
+    table.report(0, report_at(1.0, computed=(5000, 100)))
+    assert table.scale == 1.0
+    table.report(0, report_at(1.0 + 1e-6, computed=(20_000, 412)))
+    assert table.scale == pytest.approx(4.0), "of four prompts that were computed, one was ours"
+    table.reserve("next", 1, 0.5, now_s=1.5, tokens=50, steps=1)
+    assert table.work_s(ROWS, 1.5)[1] == pytest.approx(4 * 0.5)
+    assert table.num_requests(ROWS, 1.5).tolist() == [0, 4]
+    assert [column[1] for column in given(table)] == pytest.approx([200, 4, 0])
 
 
 def test_a_report_covers_what_was_sent_before_it() -> None:

@@ -26,7 +26,7 @@ def view_of(n: int, *, per_context_s: float = 0.0, per_sequence_s: float = 0.0, 
     base = ClusterView(
         seeds=np.array([int.from_bytes(digest_of(f"replica {i}")[:8], "little") for i in range(n)], np.uint64),
         work_s=full(0.0),
-        sent_s=full(0.0),
+        given_s=full(0.0),
         num_requests=np.zeros(n, np.int64),
         cached_tokens=np.zeros(n, np.int64),
         num_sharers=np.zeros(n, np.int64),
@@ -74,7 +74,7 @@ def test_prefix_goes_where_the_prompt_is() -> None:
 
 
 def test_prefix_leaves_a_hit_that_costs_more_than_it_saves() -> None:
-    view = view_of(3, cached_tokens=[0, 640, 0], work_s=[0.3, 2.5, 0.3])
+    view = view_of(3, cached_tokens=[0, 640, 0], work_s=[0.3, 4.0, 0.3])
     choice = choose_replica("prefix", request_of(), view, PolicyOptions(overload=10.0))
     assert choice.ranked[0] != 1
     assert choice.reason == "spill"
@@ -99,9 +99,9 @@ def test_of_two_replicas_the_busy_one_keeps_its_prompt_while_waiting_costs_less_
     assert first(6.1) == 1
 
 
-def test_prefix_leaves_a_replica_that_was_sent_more_than_its_share_though_it_is_idle() -> None:
-    def first(sent_s: float) -> int:
-        view = view_of(4, cached_tokens=[0, 2944, 0, 0], sent_s=[10.0, sent_s, 10.0, 10.0])
+def test_prefix_leaves_a_replica_that_was_given_more_than_its_share_though_it_is_idle() -> None:
+    def first(given_s: float) -> int:
+        view = view_of(4, cached_tokens=[0, 2944, 0, 0], given_s=[10.0, given_s, 10.0, 10.0])
         return choose_replica("prefix", request_of(tokens=3000), view, OPTIONS).ranked[0]
 
     # It holds most of the prompt of 3.03 s, and needs 0.06 s: 1.1 (30 + x) / 4 + 3.03 = x + 0.06 at x = 15.5.
@@ -111,7 +111,7 @@ def test_prefix_leaves_a_replica_that_was_sent_more_than_its_share_though_it_is_
 
 def test_where_all_have_had_their_share_a_new_prompt_goes_to_who_had_least() -> None:
     for number in range(8):
-        view = view_of(4, sent_s=[9.0, 9.1, 8.9, 9.2])
+        view = view_of(4, given_s=[9.0, 9.1, 8.9, 9.2])
         assert choose_replica("prefix", request_of(tokens=3000, anchor=f"{number}"), view, OPTIONS).ranked[0] == 2
 
 

@@ -136,6 +136,15 @@ def test_16_routers_with_late_news_keep_the_hit_rate() -> None:
     assert max(one.max_over_mean_work, many.max_over_mean_work) < 1.3
 
 
+def test_16_routers_do_not_all_send_to_who_last_said_to_be_idle() -> None:
+    """Of 20 requests that a replica gets between its reports a router knows one or two; all choose alike."""
+    workload = prompts_of(3000, 300.0)
+    cluster = {"num_replicas": 16, "step": StepTime(fixed_s=0.008, per_token_s=1e-4, per_sequence_s=1e-4)}
+    one = run(workload, **cluster)
+    many = run(workload, num_routers=16, report_period_s=1.0, report_delay_s=0.1, **cluster)
+    assert many.ttft_s_mean < 3 * one.ttft_s_mean, "4.4 times, were the others left out"
+
+
 def test_four_routers_do_not_pile_one_burst_on_one_replica() -> None:
     burst = [replace(request, at_s=1.0) for request in unshared(num_requests=64, rate_rps=1.0, chunk_size=64)]
     result = run(burst, num_routers=4)
