@@ -1,5 +1,6 @@
 """What many tests share: the small real model, and what transformers itself says with it; and how tests share cores."""
 
+import gc
 import json
 import os
 from collections.abc import Callable
@@ -85,6 +86,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("ray") and _file(item) not in CLOCK_FILES:
             raise pytest.UsageError(f"{_file(item)} starts Ray: add it to CLOCK_FILES in tests/conftest.py")
     items.sort(key=_turn)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Engines are cycles of few objects and much memory, which Python would collect late."""
+    if item.get_closest_marker("model"):
+        gc.collect()
 
 
 def _file(item: pytest.Item) -> str:

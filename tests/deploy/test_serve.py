@@ -76,7 +76,7 @@ def test_the_welcome_shows_a_command_that_works(server: Server) -> None:
 
 
 def test_same_words_cold_and_warm(server: Server, greedy_cases, tokenizer) -> None:
-    for case in greedy_cases:
+    for case in greedy_cases[::5]:
         for state, cached in (("cold", 0), ("warm", len(case.prompt) - 1)):
             got = complete(server, list(case.prompt), cache_salt=f"alone {case.name}")
             assert got["choices"][0]["text"] == tokenizer.decode(case.tokens), f"{state} {case.name}"

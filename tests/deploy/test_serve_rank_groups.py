@@ -167,7 +167,7 @@ def test_both_groups_answer(server: LocalServer) -> None:
 def test_one_group_ends_and_the_other_serves_on(server: LocalServer, faults: Faults, fault: str) -> None:
     wait_for_two(server)
     alone = httpx.post(f"{server.url}/v1/completions", json=body([9, 9, 9], 8), timeout=120).json()
-    streams = [Stream(server, [i, 7], 4000) for i in (1, 2)]
+    streams = [Stream(server, [i, 7], 2500) for i in (1, 2)]
     deadline = time.monotonic() + 60
     while sorted(loads(server, "running_sequences").values()) != [1.0, 1.0]:
         assert time.monotonic() < deadline
