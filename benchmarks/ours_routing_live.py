@@ -130,7 +130,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write flat rows")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="PNG, SVG or PDF; needs matplotlib")
     parser.add_argument("--replicas", type=int, default=SIMULATED.replicas, help="with simulated steps")
-    parser.add_argument("--loads", type=float, nargs="+", default=[0.15, 0.3, 0.45])
+    parser.add_argument("--loads", type=float, nargs="+", default=[0.3, 0.6, 0.8])
     parser.add_argument("--policies", nargs="+", choices=ALL_POLICIES, default=list(ALL_POLICIES))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first-seed", type=int, default=0, help="of --validate, to repeat it on new ones")
