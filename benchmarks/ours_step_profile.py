@@ -11,24 +11,24 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from attention_cases import Limits
+from engine_bursts import BurstEngine, random_prompt
 from rich.console import Console
 from rich.table import Table
 from rows import write_rows
 
 from chunkserve.deploy.small_model import ensure_small_model
 from chunkserve.kernels import cpu_ops
-from chunkserve.replica.build import build_engine
 from chunkserve.replica.engine import Engine
 from chunkserve.replica.model import Decoder
 from chunkserve.replica.model_runner import ModelRunner
 from chunkserve.replica.options import ReplicaOptions
-from chunkserve.replica.protocol import Request, SamplingParams
 
 ENGINE = ("schedule", "plan", "sample", "commit and text")
 
@@ -52,6 +52,13 @@ class Clock:
                 self._inner_s[-1] += took_s
 
         return run
+
+    @contextmanager
+    def into(self, spent_s: dict[str, float]) -> Iterator[None]:
+        """What the parts within take goes into spent_s."""
+        self.spent_s.clear()
+        yield
+        spent_s.update(self.spent_s)
 
     def watch(self, owner: Any, parts: dict[str, str]) -> None:
         for name, part in parts.items():
@@ -97,16 +104,9 @@ def weight_bytes(model: Decoder) -> int:
 def run(
     folder: Path, concurrency: Sequence[int], shared: int, own: int, new: int, repeats: int, pieces: bool
 ) -> Iterator[dict[str, Any]]:
-    ended: set[str] = set()
-
-    def emit(events: list[tuple[str, Any]]) -> None:
-        for request_id, event in events:
-            if event.finish_reason is not None:
-                assert event.finish_reason == "length", event
-                ended.add(request_id)
-
     options = ReplicaOptions(model=str(folder), max_running=max(concurrency), max_sequence_tokens=shared + own + new)
-    engine = build_engine(options, emit)
+    bursts = BurstEngine(options, new)
+    engine = bursts.engine
     runner = engine._core._runner
     assert isinstance(runner, ModelRunner)
     assert isinstance(runner.model, Decoder)
@@ -116,36 +116,14 @@ def run(
     watch_engine(engine, clock, pieces)
     words = torch.Generator().manual_seed(0)
 
-    def prompt(size: int) -> tuple[int, ...]:
-        return tuple(torch.randint(1000, 40000, (size,), generator=words).tolist())
-
-    beginning = prompt(shared)
+    beginning = random_prompt(shared, words)
     turns: dict[int, list[tuple[dict[str, float], int, float]]] = defaultdict(list)
-    for turn in range(repeats + 1):
+    for _ in range(repeats + 1):
         for batch in concurrency:
-            ended.clear()
-            for i in range(batch):
-                params = SamplingParams(max_tokens=new, temperature=0.0, ignore_eos=True)
-                engine.submit(
-                    Request(
-                        request_id=f"{turn}-{batch}-{i}",
-                        prompt_token_ids=beginning + prompt(own),
-                        sampling=params,
-                    )
-                )
-            while len(engine._scheduler.running) < batch or any(not s.num_generated for s in engine._scheduler.running):
-                engine._take_messages(wait=False)
-                engine.step()
-            clock.spent_s.clear()
-            steps, begin_s = 0, time.perf_counter()
-            while len(engine._scheduler.running) == batch:
-                engine.step()
-                steps += 1
-            turns[batch].append((dict(clock.spent_s), steps, time.perf_counter() - begin_s))
-            while engine.step():
-                pass
-            if len(ended) != batch:
-                raise RuntimeError(f"{len(ended)} of {batch} requests have ended")
+            prompts = [beginning + random_prompt(own, words) for _ in range(batch)]
+            spent_s: dict[str, float] = {}
+            burst = bursts.decode(prompts, clock.into(spent_s))
+            turns[batch].append((spent_s, burst.steps, burst.seconds))
     for batch, measured in turns.items():
         kv_bytes = (shared + batch * (own + new // 2)) * engine.config.chunk_bytes // engine.config.chunk_size
         floor_ms = (step_weight_bytes + kv_bytes) / limits.read_gb_per_s / 1e6

@@ -219,7 +219,9 @@ def headline(rows: list[dict[str, Any]]) -> str:
     """Over all hidden sizes, quiet and with churn: the geometric mean of the medians, and its 95 % interval."""
 
     def pooled(mode: str) -> str:
-        logs = np.log([[row[f"over_none{end}"] for end in ("", "_low", "_high")] for row in rows if row["mode"] == mode])
+        logs = np.log(
+            [[row[f"over_none{end}"] for end in ("", "_low", "_high")] for row in rows if row["mode"] == mode]
+        )
         mean = logs[:, 0].mean()
         half = np.sqrt(((logs[:, 2] - logs[:, 1]) ** 2).sum()) / 2 / len(logs)
         return f"{np.exp(mean):.3f} ({np.exp(mean - half):.3f} to {np.exp(mean + half):.3f})"

@@ -2,10 +2,14 @@
 
 import importlib
 from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from chunkserve.replica.options import ReplicaOptions
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -51,3 +55,22 @@ def test_table2_counts_what_the_tree_finds() -> None:
     # Three of four find the prompt; 200 tokens are 3 whole chunks, the fourth is each request's own.
     assert (row["shared_tokens"], row["chunks"], row["chunks_unshared"]) == (200, 3 + 4, 4 * 4)
     assert row["shared_share"] == pytest.approx(600 / 808, abs=1e-4)
+
+
+@pytest.mark.model
+def test_a_burst_is_timed_while_all_of_it_decodes(small_model: Path) -> None:
+    bursts = importlib.import_module("engine_bursts")
+    options = ReplicaOptions(model=str(small_model), max_running=4, max_sequence_tokens=64, num_threads=1)
+    engine = bursts.BurstEngine(options, new_tokens=6)
+    watched = []
+
+    @contextmanager
+    def watch() -> Iterator[None]:
+        watched.append(len(engine.engine._scheduler.running))
+        yield
+        watched.append(len(engine.engine._scheduler.running))
+
+    burst = engine.decode([tuple(range(5)), tuple(range(9))], watch())
+    assert [len(tokens) for tokens in burst.tokens] == [6, 6]
+    assert watched[0] == 2 > watched[1]
+    assert 0 < burst.steps < 6

@@ -10,7 +10,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks/ours_tree_sync.py"
 
 def test_rows_of_each_mode_and_the_headline(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
-    options = "--seconds 1 --layers 2 --warmup 2 --hidden 576".split()
+    options = ["--seconds", "1", "--layers", "2", "--warmup", "2", "--hidden", "576"]
     done = subprocess.run(
         [sys.executable, str(SCRIPT), *options, "--json", str(file)], capture_output=True, text=True, check=False
     )
