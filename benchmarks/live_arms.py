@@ -2,6 +2,7 @@
 
 import json
 import random
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -101,6 +102,11 @@ class Questions:
         families = ["toolqa" if prompt["id"].startswith("toolqa") else "tabmwp" for prompt in prompts]
         self._questions = [[q["question"] for q in questions if q["family"] == family] for family in families]
         self._tokenizer = tokenizer
+
+    @property
+    def mean_tokens(self) -> int:
+        """Of the prompts, without questions."""
+        return round(statistics.mean(len(self._tokenizer.encode(prompt)) for prompt in self.prompts))
 
     def warmup(self, *, seed: int, output_tokens: tuple[int, int]) -> list[Ask]:
         """Each prompt once, in quick succession."""

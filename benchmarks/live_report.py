@@ -25,7 +25,7 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def row_of(fleet: Fleet, run: Run) -> dict[str, Any]:
+def row_of(fleet: Fleet, run: Run, workload: str) -> dict[str, Any]:
     arm, measured = run.arm, run.answers
     samples = [answer.sample for answer in measured if answer.sample is not None]
     end_s = max((answer.ask.at_s + answer.sample.latency_s for answer in measured if answer.sample), default=0.0)
@@ -42,14 +42,14 @@ def row_of(fleet: Fleet, run: Run) -> dict[str, Any]:
     refused = sum(answer.error.startswith(REFUSED) for answer in measured)
     return {
         "kind": fleet.kind,
-        "workload": "prompts",
+        "workload": workload,
         "policy": arm.policy,
         "replicas": fleet.replicas,
         "routers": 1,
         "load": arm.load,
         "seed": arm.seed,
         "requests": len(measured),
-        "rate_rps": round(fleet.rate_rps(arm.load), 3),
+        "rate_rps": round(len(measured) / max(1e-9, measured[-1].ask.at_s), 3),
         "goodput_rps": round(sum(t <= SLO_TTFT_S for t in ttft) / max(1e-9, end_s), 3),
         "slo_ttft_s": SLO_TTFT_S,
         "rejected_share": round(refused / max(1, len(measured)), 4),

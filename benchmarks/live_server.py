@@ -44,10 +44,11 @@ class Fleet:
             max_step_tokens=256 if self.is_simulated else 128, log_level="warning",
         )  # fmt: skip
 
-    def rate_rps(self, load: float) -> float:
+    def rate_rps(self, load: float, own_tokens: int = OWN_TOKENS) -> float:
+        """own_tokens: of a prompt, that nobody shares."""
         step, output = self.step, statistics.mean(OUTPUT_TOKENS)
-        seconds = step.fixed_s + step.per_token_s * OWN_TOKENS + output * (step.per_token_s + step.per_sequence_s)
-        return load * self.replicas / seconds
+        prefill_s = step.prefill_s(own_tokens, 0, int(self.config().max_step_tokens))
+        return load * self.replicas / (prefill_s + output * (step.per_token_s + step.per_sequence_s))
 
 
 SIMULATED = Fleet(
@@ -80,10 +81,11 @@ class Run:
 
 
 class Server:
-    """A deployed fleet, and the arms that have run on it."""
+    """A deployed fleet, and the arms that have run on it. unshared: each request has a cache_salt of its own."""
 
-    def __init__(self, fleet: Fleet, url: str) -> None:
+    def __init__(self, fleet: Fleet, url: str, *, unshared: bool) -> None:
         self.fleet = fleet
+        self.unshared = unshared
         self.url = url
         self._target = replace(Target.parse(url), headers={"x-chunkserve-explain": "1"})
         self._numbers = itertools.count()
@@ -137,17 +139,18 @@ class Server:
         loop = asyncio.get_running_loop()
         start_s = loop.time()
 
-        async def one(ask: Ask) -> Answer:
+        async def one(number: int, ask: Ask) -> Answer:
+            own_salt = f"{salt}/{number}" if self.unshared else salt
             await asyncio.sleep(start_s + ask.at_s - loop.time())
             connection = idle.pop() if idle else Connection(self._target)
             try:
-                return Answer(ask=ask, sample=await connection.stream("/v1/chat/completions", _body(ask, salt)))
+                return Answer(ask=ask, sample=await connection.stream("/v1/chat/completions", _body(ask, own_salt)))
             except LoadError as error:
                 return Answer(ask=ask, error=str(error))
             finally:
                 idle.append(connection)
 
-        answers = await asyncio.gather(*map(one, asks))
+        answers = await asyncio.gather(*itertools.starmap(one, enumerate(asks)))
         for connection in idle:
             await connection.close()
         return list(answers)
@@ -206,8 +209,8 @@ def ray_session() -> Iterator[str]:
 
 
 @contextmanager
-def deployed(fleet: Fleet, url: str) -> Iterator[Server]:
+def deployed(fleet: Fleet, url: str, *, unshared: bool) -> Iterator[Server]:
     step = fleet.step if fleet.is_simulated else None
     serve.run(application(fleet.config(), router_class=ArmRouter, simulated_step=step), name="live", route_prefix="/")
-    yield Server(fleet, url)
+    yield Server(fleet, url, unshared=unshared)
     serve.delete("live")

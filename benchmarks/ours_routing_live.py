@@ -10,7 +10,8 @@ All of it is the real server (HTTP, ingress, tokenizer, router, engine, prefix t
 Every policy is asked the same at the same times, in shuffled order, at each load under a cache_salt of its own: it
 begins with cold caches, and each prompt is asked for once before the clock starts. Then the seeds come one after the
 other, so later ones find what the earlier ones left. `ray_prefix` is Ray Serve LLM's PrefixCacheAffinityRouter. Load is
-the offered work over what the replicas could do if all shared parts were cached.
+the offered work over what the replicas could do if all shared parts were cached; with `--unshared`, where no two
+requests share anything, over what they could do at all.
 
 `--validate` runs the simulator on what live arms were asked. What steps cost is the replicas' own fit; the way between
 client and engine under load is fitted on other seeds of `prefix`, which run before, between and after the arms.
@@ -51,10 +52,9 @@ CALIBRATION_SEEDS = (1000, 1001, 1002)
 
 def arm_of(fleet: Fleet, questions: Questions, args: argparse.Namespace, policy: str, load: float, seed: int) -> Arm:
     """Arms of one load and seed ask the same."""
-    warmup = questions.warmup(seed=seed, output_tokens=OUTPUT_TOKENS)
-    asks = questions.asks(
-        rate_rps=fleet.rate_rps(load), seconds=args.seconds, seed=seed, output_tokens=OUTPUT_TOKENS
-    )  # fmt: skip
+    rate_rps = fleet.rate_rps(load, questions.mean_tokens) if args.unshared else fleet.rate_rps(load)
+    warmup = () if args.unshared else questions.warmup(seed=seed, output_tokens=OUTPUT_TOKENS)
+    asks = questions.asks(rate_rps=rate_rps, seconds=args.seconds, seed=seed, output_tokens=OUTPUT_TOKENS)
     return Arm(policy=policy, load=load, seed=seed, warmup=warmup, asks=asks)
 
 
@@ -70,7 +70,8 @@ def measure(
             arm = arm_of(server.fleet, questions, args, policy, load, seed)
             is_first = salt is None
             salt = salt or server.salt(arm)
-            rows.append(row_of(server.fleet, server.run(arm, salt, warm_up=is_first)))
+            run = server.run(arm, salt, warm_up=is_first)
+            rows.append(row_of(server.fleet, run, "unshared" if args.unshared else "prompts"))
             print(" ".join(str(rows[-1][column]) for column in COLUMNS), flush=True)
     return rows
 
@@ -112,7 +113,7 @@ def validate(
         )
         print(f"load {load:g}, fitted: {step}; one way between client and engine {transit_s:.4f} s")
         for run in runs:
-            result, live = simulate(run, Fit(step=step, transit_s=transit_s)), row_of(server.fleet, run)
+            result, live = simulate(run, Fit(step=step, transit_s=transit_s)), row_of(server.fleet, run, "prompts")
             rows += [live, simulated_row(result, live, len(run.answers))]
             for row in rows[-2:]:
                 print(" ".join(str(row[column]) for column in COLUMNS), flush=True)
@@ -126,6 +127,9 @@ def main() -> None:
     )
     parser.add_argument("--real", action="store_true", help="the small real model as well")
     parser.add_argument("--only-real", action="store_true", help="the small real model alone")
+    parser.add_argument(
+        "--unshared", action="store_true", help="a cache_salt for each request; load is that of whole prompts"
+    )
     parser.add_argument("--validate", action="store_true", help="run the simulator on the same requests, and compare")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write flat rows")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="PNG, SVG or PDF; needs matplotlib")
@@ -138,6 +142,8 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=15, help="how many of the prompts are used")
     args = parser.parse_args()
     require_matplotlib(args.plot)
+    if args.unshared and args.validate:
+        parser.error("--unshared: the simulator knows shared prompts only, so there is nothing to --validate")
     if args.quick:
         args.loads, args.seeds, args.seconds, args.prompts = [0.3], 1, 3.0, 4
         args.policies, args.replicas = ["prefix", "least_loaded"], 2
@@ -151,7 +157,7 @@ def main() -> None:
         for fleet in [*fleets, *([REAL] if args.real or args.only_real else [])]:
             print(f"{fleet.replicas} replicas, {fleet.kind}" + (f": {fleet.step}" if fleet.is_simulated else ""))
             print(" ".join(COLUMNS))
-            with deployed(fleet, url) as server:
+            with deployed(fleet, url, unshared=args.unshared) as server:
                 server.check(questions, tokenizer)
                 run = validate if args.validate else measure
                 rows += run(server, questions, args, args.loads, args.policies)
