@@ -69,7 +69,8 @@ def measure(
         for seed in draw.sample(range(args.seeds), args.seeds):
             arm = arm_of(server.fleet, questions, args, policy, load, seed)
             is_first = salt is None
-            salt = salt or server.salt(arm)
+            if salt is None or args.unshared:
+                salt = server.salt(arm)
             run = server.run(arm, salt, warm_up=is_first)
             rows.append(row_of(server.fleet, run, "unshared" if args.unshared else "prompts"))
             print(" ".join(str(rows[-1][column]) for column in COLUMNS), flush=True)
@@ -145,7 +146,7 @@ def main() -> None:
     if args.unshared and args.validate:
         parser.error("--unshared: the simulator knows shared prompts only, so there is nothing to --validate")
     if args.quick:
-        args.loads, args.seeds, args.seconds, args.prompts = [0.3], 1, 3.0, 4
+        args.loads, args.seeds, args.seconds, args.prompts = [0.3], 1, 1.5, 2
         args.policies, args.replicas = ["prefix", "least_loaded"], 2
     # A line per request is too much.
     logging.getLogger("httpx").setLevel(logging.WARNING)
