@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,7 @@ class Questions:
         self._questions = [[q["question"] for q in questions if q["family"] == family] for family in families]
         self._tokenizer = tokenizer
 
-    @property
+    @cached_property
     def mean_tokens(self) -> int:
         """Of the prompts, without questions."""
         return round(statistics.mean(len(self._tokenizer.encode(prompt)) for prompt in self.prompts))

@@ -75,7 +75,7 @@ class Process:
             return False
         try:
             return Path(f"/proc/{self.pid}/stat").read_text().rsplit(") ", 1)[1][0] in "Tt"
-        except FileNotFoundError:
+        except (FileNotFoundError, ProcessLookupError):  # ended before it is opened, or read
             return False
 
     def kill(self) -> None:

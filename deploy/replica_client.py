@@ -94,7 +94,7 @@ class ServeReplicaClient:
                     if last_try or (started and begin_anew is None):
                         counters.broken_streams += started
                         raise
-                    if started and begin_anew is not None:
+                    if begin_anew is not None:
                         begin_anew()
                     self._routing.failed(key)
                     logger.warning("request_retried request_id=%s", key)

@@ -15,6 +15,7 @@ from .chunk_pool import ChunkPool
 from .grammar import Grammar, GrammarError, Grammars
 from .hot_prefixes import hot_prefixes
 from .prefix_tree import PrefixTree
+from .prompt_counts import PromptCounts
 from .protocol import (
     EngineStopped,
     FinishReason,
@@ -28,7 +29,7 @@ from .protocol import (
 from .rank_sync import RanksDiffer, RankSync
 from .reporter import RoutingReporter
 from .sampler import Sampled
-from .scheduler import Batch, Scheduler
+from .scheduler import Scheduler
 from .sequence import Sequence, SequenceState
 from .stall_watch import watch_for_stalls
 from .step_core import Outcome, Runner, StepCore
@@ -135,8 +136,7 @@ class Engine:
         self._ended = threading.Event()
         self._closed = False  # nothing is taken from the inbox any more; guarded by the lock
         self._last_turn_s = clock()
-        self._computed_prompt_tokens = 0
-        self._cached_prompt_tokens = 0
+        self._prompts = PromptCounts(config.max_step_tokens)
         self._generated_tokens = 0
         self._cancelled = 0
         self._finished: Counter[FinishReason] = Counter()
@@ -260,8 +260,8 @@ class Engine:
             chunk_bytes=self.config.chunk_bytes,
             steps=self._core.num_steps,
             last_step_age_s=self._turn_age_s() if self._num_open else 0.0,
-            computed_prompt_tokens=self._computed_prompt_tokens,
-            cached_prompt_tokens=self._cached_prompt_tokens,
+            computed_prompt_tokens=self._prompts.computed_tokens,
+            cached_prompt_tokens=self._prompts.cached_tokens,
             generated_tokens=self._generated_tokens,
             preemptions=self._scheduler.num_preemptions,
             cancelled_requests=self._cancelled,
@@ -284,7 +284,7 @@ class Engine:
             if self._sync is not None:
                 self._sync.exchange()
             return False
-        self._count(outcome.batch)
+        self._prompts.add(outcome.batch)
         if self.reporter is not None:
             self.reporter.observe(outcome.batch, self._clock() - begin_s)
         with self._lock:
@@ -306,13 +306,13 @@ class Engine:
                     break
                 self._last_turn_s = self._clock()
                 if self.reporter is not None:
-                    self.reporter.publish(self._scheduler, now=not busy)
+                    self.reporter.publish(self._scheduler, self._prompts, now=not busy)
                 busy = self.step()
                 self._last_turn_s = self._clock()
                 if not busy:
                     self.check()
                     if self.reporter is not None:
-                        self.reporter.publish(self._scheduler, now=True)
+                        self.reporter.publish(self._scheduler, self._prompts, now=True)
         except BaseException as fault:
             self._fault = RanksDiffer(self._sync.explain(fault)) if self._sync is not None else fault
             logger.exception("engine stopped unfinished=%d", self._num_open)
@@ -387,17 +387,6 @@ class Engine:
             if stream is not None:
                 events.append((request_id, self._advance(stream, sampled, outcome.ended.get(sequence))))
         return events
-
-    def _count(self, batch: Batch) -> None:
-        for row in batch.rows:
-            sequence = row.sequence
-            prompt_left = sequence.num_prompt - sequence.num_computed
-            if prompt_left <= 0 or sequence.num_generated:
-                continue
-            self._computed_prompt_tokens += min(prompt_left, row.num_tokens)
-            if not sequence.is_counted:
-                sequence.is_counted = True
-                self._cached_prompt_tokens += sequence.cached_tokens or 0
 
     def _advance(self, stream: TextStream, sampled: Sampled, reason: FinishReason | None) -> TokenEvent:
         """What a new token means for its stream; with a reason it is the last."""

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from .chunk_hash import ChunkScheme
 from .chunk_journal import ChunkJournal
+from .prompt_counts import PromptCounts
 from .protocol import Request, RoutingReport, StepTime
 from .scheduler import Batch, Scheduler
 from .step_fit import StepFit
@@ -30,7 +31,6 @@ class RoutingReporter:
         self._max_step_tokens = max_step_tokens
         self._wall_clock = wall_clock
         self._digests: dict[str, tuple[bytes, ...]] = {}
-        self._computed_tokens = self._computed_steps = 0
         self._published_s = 0.0
         self._report: RoutingReport | None = None
 
@@ -49,16 +49,8 @@ class RoutingReporter:
         tokens = batch.num_tokens
         context = sum(row.num_tokens * (row.end - 0.5 * row.num_tokens) for row in batch.rows) / tokens
         self._fit.observe(max(seconds, 1e-6), tokens=tokens, context_tokens=context, sequences=len(batch.rows))
-        for row in batch.rows:
-            sequence = row.sequence
-            if sequence.num_generated:
-                continue
-            self._computed_tokens += row.num_tokens
-            if row.samples:
-                new = row.end - (sequence.cached_tokens or 0)
-                self._computed_steps += -(-new // self._max_step_tokens)
 
-    def publish(self, scheduler: Scheduler, *, now: bool = False) -> None:
+    def publish(self, scheduler: Scheduler, prompts: PromptCounts, *, now: bool = False) -> None:
         """Bring the report up to date, if it is old, or `now`."""
         at_s = self._wall_clock()
         if not now and at_s - self._published_s < _PERIOD_S:
@@ -76,8 +68,8 @@ class RoutingReporter:
             chunks_retained=tree.num_idle,
             step=step,
             max_step_tokens=self._max_step_tokens,
-            computed_tokens=self._computed_tokens,
-            computed_steps=self._computed_steps,
+            computed_tokens=prompts.computed_tokens,
+            computed_steps=prompts.computed_steps,
             chunk_identity=self.journal.scheme.identity,
         )
 

@@ -481,7 +481,7 @@ def test_routers_hear_what_prompts_took(make: Callable[..., Bench]) -> None:
     bench = make(reporter=reporter)
 
     def told() -> tuple[int, int]:
-        reporter.publish(bench.engine._scheduler, now=True)
+        reporter.publish(bench.engine._scheduler, bench.engine._prompts, now=True)
         report = reporter.report()
         assert report is not None
         return report.computed_tokens, report.computed_steps

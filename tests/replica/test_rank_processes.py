@@ -89,45 +89,12 @@ def family(options: ReplicaOptions, tmp_path: Path) -> Iterator[Callable[..., Fa
     made: list[Family] = []
 
     def start(**faults: str) -> Family:
-        folder = tmp_path / str(len(made))
-        folder.mkdir()
-        made.append(Family(options, folder, {name.replace("_", " "): what for name, what in faults.items()}))
+        made.append(Family(options, tmp_path, {name.replace("_", " "): what for name, what in faults.items()}))
         return made[-1]
 
     yield start
     for one in made:
         one.close()
-
-
-def started(family: Callable[..., Family], has_come: Callable[[Family], bool], **faults: str) -> Family:
-    """Ranks of which has_come holds, begun anew where they have ended before.
-
-    While torch is imported a rank may be silent for longer than it may, where other tests have the cores.
-    """
-    for _ in range(3):
-        ranks = family(**faults)
-        if has_come(ranks):
-            return ranks
-        assert "has said nothing for" in ranks.log.read_text(), ranks.log.read_text()[-3000:]
-    raise AssertionError(f"three starts ended early\n{ranks.log.read_text()[-3000:]}")
-
-
-def is_ready(ranks: Family) -> bool:
-    try:
-        return bool(ranks.hear(lambda line: "ready" in line))
-    except AssertionError:
-        return False
-
-
-def is_struck(ranks: Family) -> bool:
-    """Whether the fault has happened; False where all have ended before."""
-    deadline = time.monotonic() + START_S
-    while not list(ranks.faults.glob("taken*")):
-        assert time.monotonic() < deadline, ranks.log.read_text()[-3000:]
-        _, alive = psutil.wait_procs(ranks.processes, timeout=0.02)
-        if not alive:
-            return False
-    return True
 
 
 @pytest.mark.parametrize(
@@ -136,7 +103,8 @@ def is_struck(ranks: Family) -> bool:
 def test_a_rank_that_differs_ends_the_group_before_its_words_leave(
     family: Callable[..., Family], options: ReplicaOptions, fault: str, field: str
 ) -> None:
-    ranks = started(family, is_ready)
+    ranks = family()
+    ranks.hear(lambda line: "ready" in line)
     ranks.submit("kept", (5,) * 40, 4)
     ranks.hear(lambda line: line.get("finish_reason"))
     ranks.submit("running", (1, 2, 3), 500)
@@ -169,7 +137,8 @@ def test_a_rank_that_differs_ends_the_group_before_its_words_leave(
 
 
 def test_another_pool_size_is_named_in_the_first_step(family: Callable[..., Family]) -> None:
-    ranks = started(family, is_ready, at_pool_of_rank_1="smaller")
+    ranks = family(at_pool_of_rank_1="smaller")
+    ranks.hear(lambda line: "ready" in line)
     words = ranks.hear(lambda line: "stopped" in line)["stopped"]
     assert "ranks differ at step 1: rank 1: pool_chunks 56, not 60" in words
     ranks.wait_gone(GONE_S)
@@ -178,9 +147,7 @@ def test_another_pool_size_is_named_in_the_first_step(family: Callable[..., Fami
 @pytest.mark.parametrize(
     ("rank", "phase", "how"),
     [
-        (2, "group", "SIGKILL"),
-        (2, "loading", "SIGSTOP"),
-        (2, "self-test", "SIGKILL"),
+        *((2, phase, how) for phase in ("group", "loading", "self-test") for how in ("SIGKILL", "SIGSTOP")),
         (0, "group", "SIGSTOP"),
         (0, "loading", "SIGKILL"),
     ],
@@ -188,7 +155,11 @@ def test_another_pool_size_is_named_in_the_first_step(family: Callable[..., Fami
 def test_a_rank_lost_during_start_takes_all_along(
     family: Callable[..., Family], rank: int, phase: str, how: str
 ) -> None:
-    ranks = started(family, is_struck, **{f"at {phase} of rank {rank}": how})
+    ranks = family(**{f"at {phase} of rank {rank}": how})
+    deadline = time.monotonic() + START_S
+    while not list(ranks.faults.glob("taken*")):
+        assert time.monotonic() < deadline, ranks.log.read_text()[-3000:]
+        time.sleep(0.02)
     ranks.wait_gone(GONE_S)
     if rank == 0:
         assert ranks.processes[0].returncode == -signal.SIGKILL
