@@ -32,6 +32,11 @@ class ChunkJournal:
     def __len__(self) -> int:
         return len(self._held)
 
+    @property
+    def sequence(self) -> int:
+        """Changes so far."""
+        return self._sequence
+
     def root(self, salt: str) -> bytes:
         return self.scheme.root(salt)
 

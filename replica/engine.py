@@ -307,10 +307,11 @@ class Engine:
                 self._last_turn_s = self._clock()
                 if self.reporter is not None:
                     self.reporter.publish(self._scheduler, self._prompts, now=not busy)
-                busy = self.step()
+                was_busy, busy = busy, self.step()
                 self._last_turn_s = self._clock()
                 if not busy:
-                    self.check()
+                    if was_busy:
+                        self.check()
                     if self.reporter is not None:
                         self.reporter.publish(self._scheduler, self._prompts, now=True)
         except BaseException as fault:

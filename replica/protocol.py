@@ -195,7 +195,8 @@ class RoutingReport:
     """What a replica tells the routers about itself, about twice a second; through Serve as a plain dict.
 
     epoch: another one than before means that all chunks are lost.
-    taken_at_s: wall clock, Unix time.
+    sequence: of the changes to its chunks, as in ChunkDelta: who knows an earlier one only has something to ask for.
+    taken_at_s: wall clock, Unix time; of the last change to anything else here.
     backlog_s: time to compute the prompts that are here and not computed.
     computed_tokens, computed_steps: of prompts, since the start; the steps are what each prompt would take alone.
     chunk_identity: of the root digest and the chunk size; a router hashes with the same, or knows no chunks here.
@@ -212,6 +213,7 @@ class RoutingReport:
     step: StepTime
     max_step_tokens: int
     chunk_identity: str
+    sequence: int = 0
     computed_tokens: int = 0
     computed_steps: int = 0
     draining: bool = False

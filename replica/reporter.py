@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from .chunk_hash import ChunkScheme
 from .chunk_journal import ChunkJournal
@@ -51,14 +52,15 @@ class RoutingReporter:
         self._fit.observe(max(seconds, 1e-6), tokens=tokens, context_tokens=context, sequences=len(batch.rows))
 
     def publish(self, scheduler: Scheduler, prompts: PromptCounts, *, now: bool = False) -> None:
-        """Bring the report up to date, if it is old, or `now`."""
+        """Bring the report up to date, if it is old, or `now`; it stays the same as long as nothing but time passes."""
         at_s = self._wall_clock()
         if not now and at_s - self._published_s < _PERIOD_S:
             return
         self._published_s = at_s
         tree, step = scheduler.tree, self._fit.step
-        self._report = RoutingReport(
+        report = RoutingReport(
             epoch=self.journal.epoch,
+            sequence=self.journal.sequence,
             taken_at_s=at_s,
             backlog_s=round(self._backlog_s(scheduler, step), 3),
             running_sequences=len(scheduler.running),
@@ -72,6 +74,9 @@ class RoutingReporter:
             computed_steps=prompts.computed_steps,
             chunk_identity=self.journal.scheme.identity,
         )
+        # Another report makes Serve tell all routers.
+        if self._report is None or replace(self._report, taken_at_s=at_s) != report:
+            self._report = report
 
     def report(self) -> RoutingReport | None:
         """The last report; None before the first."""

@@ -14,7 +14,7 @@ from .cost import CostModel
 class Replica:
     """One replica, as a router knows it; the index and the load table have it under `row`.
 
-    fed_s: when its chunks were last heard of.
+    behind_s: since when it has reported changes to its chunks that are not known; None if all of them are.
     """
 
     name: str
@@ -25,7 +25,15 @@ class Replica:
     is_trusted: bool = True
     epoch: int | None = None
     sequence: int = 0
-    fed_s: float | None = None
+    behind_s: float | None = None
+
+    def note_behind(self) -> None:
+        """After a report, or changes to chunks."""
+        report = self.report
+        if report is None or not self.is_trusted or report.epoch != self.epoch or report.sequence <= self.sequence:
+            self.behind_s = None
+        elif self.behind_s is None:
+            self.behind_s = report.taken_at_s
 
     def view(self, queued_s: float, now_s: float) -> "ReplicaView":
         report = self.report
@@ -34,7 +42,7 @@ class Replica:
             is_trusted=self.is_trusted,
             kv_used_ratio=report.chunks_in_use / report.chunks_total if report else None,
             report_age_s=now_s - report.taken_at_s if report else None,
-            feed_age_s=now_s - self.fed_s if self.fed_s is not None else None,
+            index_lag_s=now_s - self.behind_s if self.behind_s is not None else 0.0,
         )
 
 
@@ -46,7 +54,7 @@ class ReplicaView:
     is_trusted: bool
     kv_used_ratio: float | None
     report_age_s: float | None
-    feed_age_s: float | None
+    index_lag_s: float
 
 
 def has_measured(report: RoutingReport) -> bool:

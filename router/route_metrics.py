@@ -38,7 +38,7 @@ _LABELLED: Mapping[str, tuple[str, str]] = {
 }
 _GAUGES: Mapping[str, str] = {
     "chunkserve_index_bytes": "Memory of the index, about.",
-    "chunkserve_index_event_lag_seconds": "Since the replica longest silent told how its chunks changed.",
+    "chunkserve_index_event_lag_seconds": "How long ago a replica reported changes that the index lacks; 0 if none.",
     "chunkserve_stats_age_seconds": "Age of the oldest report of a replica.",
     "chunkserve_route_open_requests": "Requests between arrival and end.",
     "chunkserve_phantom_load": "Reservations without an open request; always 0.",
@@ -157,7 +157,7 @@ class RouteMetrics:
         self._gauges["chunkserve_load_imbalance_ratio"].set(max(work) / mean if mean else 1.0)
         self._gauges["chunkserve_load_imbalance_seconds"].set(max(work) - mean if work else 0.0)
         self._set_oldest("chunkserve_stats_age_seconds", (view.report_age_s for view in views.values()))
-        self._set_oldest("chunkserve_index_event_lag_seconds", (view.feed_age_s for view in views.values()))
+        self._set_oldest("chunkserve_index_event_lag_seconds", (view.index_lag_s for view in views.values()))
 
     def _set_oldest(self, name: str, ages_s: Iterable[float | None]) -> None:
         known = [age_s for age_s in ages_s if age_s is not None]

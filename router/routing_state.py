@@ -4,7 +4,7 @@ import logging
 import math
 import random
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -158,12 +158,19 @@ class RoutingState:
                 self._arrays.update(name, report)
             replica.is_trusted = trusted
             replica.report = report
+            replica.note_behind()
             self.loads.report(replica.row, report)
 
     def cursors(self) -> dict[str, tuple[int, int]]:
         """Epoch and sequence of the last delta of each replica that has made itself known: what to ask from."""
         with self._lock:
             return {r.name: (r.epoch, r.sequence) for r in self._replicas.values() if r.epoch is not None}
+
+    @property
+    def may_be_behind(self) -> bool:
+        """Whether chunks may have changed since the last deltas: requests are open, or a replica has said so."""
+        with self._lock:
+            return bool(self._tickets) or any(r.behind_s is not None for r in self._replicas.values())
 
     def apply(self, name: str, since: tuple[int, int], delta: ChunkDelta) -> None:
         """Chunks that a replica stored and evicted since an earlier delta.
@@ -188,13 +195,7 @@ class RoutingState:
                 else:
                     self.index.evict((digest,), replica.row)
             replica.sequence = delta.sequence
-
-    def fed(self, names: Iterable[str], now_s: float) -> None:
-        """These replicas have said how their chunks changed."""
-        with self._lock:
-            for name in names:
-                if (replica := self._replicas.get(name)) is not None:
-                    replica.fed_s = now_s
+            replica.note_behind()
 
     # -- requests ------------------------------------------------------------------------------------------------------
 

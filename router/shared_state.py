@@ -7,7 +7,6 @@ import asyncio
 import json
 import logging
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -94,15 +93,15 @@ async def follow_chunks(
     period_s: float = FEED_PERIOD_S,
     on_round: Callable[[], None] = lambda: None,
 ) -> None:
-    """Keep a state's index up to what replicas store and evict, until cancelled. Runs beside the requests.
+    """Keep a state's index up to what replicas store and evict, until cancelled. Runs beside the requests; replicas are
+    not asked while nothing happens.
 
     on_round: called once a period.
     """
     while True:
         await asyncio.sleep(period_s)
         on_round()
-        cursors = state.cursors()
-        if not cursors:
+        if not state.may_be_behind or not (cursors := state.cursors()):
             continue
         try:
             deltas = await asyncio.to_thread(ask, cursors)
@@ -112,4 +111,3 @@ async def follow_chunks(
         for name, delta in deltas:
             if delta is not None and name in cursors:
                 state.apply(name, cursors[name], delta)
-        state.fed((name for name, delta in deltas if delta is not None), time.time())

@@ -71,19 +71,24 @@ def wake_ups(process: psutil.Process) -> int:
 
 
 def test_an_idle_group_does_not_spin(server: LocalServer) -> None:
-    ranks = [*processes(server, "RankActor"), *processes(server, "ServeReplica:chunkserve:replica")]
-    assert len(ranks) == 2
+    """A process of Serve takes 1.6 % of a core whatever is in it: the leader may take 2 % more than the ingress."""
+    names = ("RankActor", "ServeReplica:chunkserve:replica", "ServeReplica:chunkserve:ingress")
+    family = [process for name in names for process in processes(server, name)]
+    assert len(family) == 3
     complete(server, "Once", 4)
     time.sleep(5)
     begin = time.monotonic()
-    before = [(sum(rank.cpu_times()[:2]), wake_ups(rank)) for rank in ranks]
+    before = [(sum(process.cpu_times()[:2]), wake_ups(process)) for process in family]
     time.sleep(20)
     passed = time.monotonic() - begin
-    for rank, (cpu_s, count) in zip(ranks, before, strict=True):
-        share = (sum(rank.cpu_times()[:2]) - cpu_s) / passed
-        per_s = (wake_ups(rank) - count) / passed
-        assert per_s < 600, f"{rank.name()} wakes up {per_s:.0f} times a second"
-        assert share < 0.03, f"{rank.name()} takes {share:.1%} of a core"
+    shares = []
+    for process, (cpu_s, count) in zip(family, before, strict=True):
+        per_s = (wake_ups(process) - count) / passed
+        assert per_s < 600, f"{process.name()} wakes up {per_s:.0f} times a second"
+        shares.append((sum(process.cpu_times()[:2]) - cpu_s) / passed)
+    follower, leader, ingress = shares
+    assert follower < 0.02, f"the follower takes {follower:.1%} of a core"
+    assert leader < ingress + 0.02, f"the leader takes {leader:.1%} of a core, the ingress {ingress:.1%}"
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])

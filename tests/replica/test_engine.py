@@ -18,12 +18,14 @@ from chunkserve.replica.protocol import (
     ReplicaOverloaded,
     Request,
     RequestRefused,
+    RoutingReport,
     SamplingParams,
     StepTime,
     TokenEvent,
 )
 from chunkserve.replica.reporter import RoutingReporter
 from chunkserve.replica.tokenizer import Tokenizer
+from chunkserve.replica.tree_edit import TreeEdit
 
 pytestmark = pytest.mark.model
 
@@ -474,6 +476,61 @@ def test_a_replica_with_simulated_steps_takes_their_time_and_says_what_the_fake_
     for _ in range(3):
         tokens.append(model.next_token("", tokens))
     assert [token for _, event in events for token in event.token_ids] == tokens[100:]
+
+
+def test_a_report_is_another_one_only_when_more_than_time_has_passed(make: Callable[..., Bench]) -> None:
+    now_s = [100.0]
+    scheme = ChunkScheme(model="toy", dtype="float32", chunk_size=C)
+    reporter = RoutingReporter(scheme, max_step_tokens=64, wall_clock=lambda: now_s[0])
+    bench = make(reporter=reporter)
+
+    def told() -> RoutingReport:
+        now_s[0] += 1
+        reporter.publish(bench.engine._scheduler, bench.engine._prompts, now=True)
+        report = reporter.report()
+        assert report is not None
+        return report
+
+    first = told()
+    assert told() is first
+    bench.engine.submit(request("r", list(range(2 * C + 1))))
+    bench.run()
+    after = told()
+    assert after.taken_at_s == now_s[0]
+    assert after.sequence == len(reporter.journal) == 2
+    assert told() is after
+
+
+class NoRanks:
+    """In place of the sync of several ranks: counts its exchanges, and wakes who waits for the third."""
+
+    def __init__(self) -> None:
+        self.exchanges = 0
+        self.third = threading.Event()
+
+    def take_due(self) -> list[TreeEdit]:
+        return []
+
+    def exchange(self) -> None:
+        self.exchanges += 1
+        if self.exchanges == 3:
+            self.third.set()
+
+    def leave(self, reason: str | None) -> None:
+        assert reason is None
+
+
+def test_an_idle_group_looks_over_its_tree_after_work_and_not_with_each_beat(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("chunkserve.replica.engine._IDLE_BEAT_S", 0.001)
+    bench, sync, checks = Bench(tokenizer), NoRanks(), []
+    monkeypatch.setattr(bench.engine, "_sync", sync)
+    monkeypatch.setattr(bench.engine, "check", lambda: checks.append(sync.exchanges))
+    bench.engine.start()
+    assert sync.third.wait(10)
+    bench.engine.stop()
+    assert not checks
 
 
 def test_routers_hear_what_prompts_took(make: Callable[..., Bench]) -> None:

@@ -215,7 +215,7 @@ def test_reports_of_health_and_equal_replica_sets_touch_no_load() -> None:
 
 def test_a_feed_that_fails_for_a_while_leaves_what_answers_tell_and_a_snapshot_repairs_the_rest() -> None:
     state = state_of("a", policy="prefix")
-    state.report("a", report())
+    state.report("a", report(sequence=8))
     size, digests = prompt("seen", 64)
     other_size, others = prompt("unseen", 64)
     told = ChunkDelta(
@@ -251,6 +251,49 @@ def test_a_feed_that_fails_for_a_while_leaves_what_answers_tell_and_a_snapshot_r
     assert asked[5] == {"a": (1, 8)}
     assert send(state, "4", (other_size, others), now_s=2000.0)[1] == 63
     state.check()
+
+
+def test_replicas_are_asked_while_requests_are_open_or_they_report_changes_and_else_left_alone() -> None:
+    state = state_of("a", policy="prefix")
+    size, digests = prompt("p", 64)
+    asked: list[dict[str, tuple[int, int]]] = []
+    rounds = 0
+
+    def ask(since: Mapping[str, tuple[int, int]]) -> list[tuple[str, ChunkDelta | None]]:
+        asked.append(dict(since))
+        return [("a", ChunkDelta(epoch=1, sequence=5, is_snapshot=False, changes=((digests[0], None, True),)))]
+
+    def count() -> None:
+        nonlocal rounds
+        rounds += 1
+
+    async def some_rounds() -> None:
+        begin = rounds
+        while rounds < begin + 5:
+            await asyncio.sleep(0.001)
+
+    async def follow() -> None:
+        feed = asyncio.create_task(follow_chunks(state, ask, period_s=0.001, on_round=count))
+        state.report("a", report(1.0))
+        await some_rounds()
+        assert not asked, "a replica without chunks, and no request"
+        state.report("a", report(2.0, sequence=5))
+        assert state.replica_views(4.5)["a"].index_lag_s == 2.5
+        await some_rounds()
+        assert asked == [{"a": (1, 0)}], "asked once, since the answer told all that was reported"
+        assert state.replica_views(4.5)["a"].index_lag_s == 0
+        assert len(state.index) == 1
+        state.open("1", size, digests)
+        await some_rounds()
+        assert len(asked) > 2, "an open request changes chunks before the next report"
+        state.close("1")
+        await some_rounds()
+        num_asked = len(asked)
+        await some_rounds()
+        assert len(asked) == num_asked
+        feed.cancel()
+
+    asyncio.run(follow())
 
 
 def test_a_replica_that_has_computed_nothing_is_taken_to_be_like_one_that_has() -> None:
