@@ -10,8 +10,13 @@ bool supported(Isa isa) {
 #if defined(CHUNKSERVE_X86)
   __builtin_cpu_init();
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+#if defined(CHUNKSERVE_EMULATE_AVX512)
+  const bool avx512 = avx2, bf16 = avx2;
+#else
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
+#endif
   switch (isa) {
     case Isa::portable:
       return true;
@@ -20,7 +25,7 @@ bool supported(Isa isa) {
     case Isa::avx512:
       return avx512;
     case Isa::avx512_bf16:
-      return avx512 && __builtin_cpu_supports("avx512bf16");
+      return bf16;
   }
 #endif
   return isa == Isa::portable;

@@ -21,7 +21,9 @@ struct Bf16 {
 // acc += a * b, rounded once where the level has FMA. Written out because every path must give the same bits, and
 // because GCC 12 gives the sum another register now and then, and spills in the tile loops.
 CHUNKSERVE_INLINE void fma_into(Vec& acc, Vec a, Vec b) {
-#if CHUNKSERVE_ISA_LEVEL >= 1
+#if CHUNKSERVE_ISA_LEVEL >= 2 && defined(CHUNKSERVE_EMULATE_AVX512)
+  avx512_host::fma_into(acc, a, b);
+#elif CHUNKSERVE_ISA_LEVEL >= 1
   asm("vfmadd231ps %2, %1, %0" : "+v"(acc) : "v"(a), "v"(b));
 #else
   acc += a * b;

@@ -1,0 +1,43 @@
+"""The AVX-512 levels on a CPU without them: their sources as AVX2 code (avx512_host_shim.h), under the CPU tests."""
+
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from chunkserve.kernels import _cpu
+
+ROOT = Path(__file__).parents[2]
+TESTS = [f"tests/kernels/test_cpu_{name}.py" for name in ("ops", "tpp", "decoder")]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_avx512_levels_pass_the_tests_of_the_cpu_kernels(tmp_path: Path) -> None:
+    if "avx2" not in _cpu.supported_isas():
+        pytest.skip("the levels are emulated by AVX2, which this CPU lacks")
+    if "avx512_bf16" in _cpu.supported_isas():
+        pytest.skip("this CPU runs the levels themselves")
+    options = ["-C", f"build-dir={tmp_path / 'build'}", "-C", "cmake.define.CHUNKSERVE_EMULATE_AVX512=ON"]
+    wheel = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", *options, "-w", str(tmp_path), str(ROOT)]
+    built = subprocess.run(wheel, capture_output=True, text=True, cwd=tmp_path)
+    assert built.returncode == 0, built.stderr[-4000:]
+    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as archive:
+        (name,) = (name for name in archive.namelist() if "/_cpu." in name and name.endswith(".so"))
+        module = archive.extract(name, tmp_path)
+    plugins = ["-p", "tests.kernels.emulated_cpu", "-p", "no:cacheprovider", "-n", "0"]
+    passed = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", *plugins, *TESTS, "-k", "avx512"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**{k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}, "EMULATED_CPU": module},
+    )
+    assert passed.returncode == 0, passed.stdout[-4000:]
+    count = re.search(r"(\d+) passed", passed.stdout)
+    assert count is not None
+    assert int(count[1]) > 500, passed.stdout[-500:]
