@@ -106,8 +106,23 @@ void attend(const KVTiles& tiles, const HeadRows& q, int num_heads, const Logits
     }
   }
   const AttentionKernels& kernels = kernels_in_force();
-  parallel_for(static_cast<int>(w.tasks.size()),
-               [&](int task, int thread) { kernels.attend(call, w.tasks[task], scratch_of(thread)); });
+  struct Hand {
+    TaskCounter& counter;
+    const AttentionTask* first;
+  };
+  parallel_take(static_cast<int>(w.tasks.size()), [&, first = w.tasks.data()](TaskCounter& counter, int thread) {
+    Hand hand{counter, first};
+    const AttentionTasks tasks{[](void* context) -> const AttentionTask* {
+                                 const auto& [counter, first] = *static_cast<Hand*>(context);
+                                 const int index = counter.take();
+                                 return index < 0 ? nullptr : first + index;
+                               },
+                               &hand};
+    AttentionScratch& scratch = scratch_of(thread);
+    for (const AttentionTask* task = tasks.take(tasks.context); task;) {
+      task = kernels.attend(call, *task, scratch, tasks);
+    }
+  });
 
   w.merged_rows.clear();
   for (std::int32_t row = 0; row < plan.num_rows; ++row) {

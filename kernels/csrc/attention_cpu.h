@@ -84,9 +84,17 @@ struct AttentionTask {
   std::int32_t row_end;
 };
 
+// Where a thread gets its next task, null when there is none.
+struct AttentionTasks {
+  const AttentionTask* (*take)(void* context);
+  void* context;
+};
+
 struct AttentionKernels {
-  // Runs one task: writes the output, or one partial result per row.
-  void (*attend)(const AttentionCall& call, const AttentionTask& task, AttentionScratch& scratch);
+  // Runs one task: writes the output, or one partial result per row. Takes and returns the next one, whose first keys
+  // are fetched while the last ones of this task are multiplied.
+  const AttentionTask* (*attend)(const AttentionCall& call, const AttentionTask& task, AttentionScratch& scratch,
+                                 AttentionTasks tasks);
   // Merges the partial results of query token `row` into the output, in plan order.
   void (*merge)(const AttentionCall& call, std::int32_t row);
 };

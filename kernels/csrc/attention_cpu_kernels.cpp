@@ -68,7 +68,7 @@ struct Piece {
   int column;  // in the block
   int length;
   std::int64_t scale_at;
-  const Piece* next;  // one of the next block, to prefetch
+  const Piece* next;  // one of the next block, of this task or the next one, to prefetch
 };
 constexpr int kMaxPieces = kBlockTokens / 16;
 
@@ -173,7 +173,7 @@ struct Attention {
   int token_of(int r) const { return q_begin + (task.row_begin + r) / call.group; }
   int head_of(int r) const { return task.kv_head * call.group + (task.row_begin + r) % call.group; }
 
-  void run() {
+  const AttentionTask* run(AttentionTasks tasks) {
     load_rows();
     int first = kv_len, last = 0;
     for (int r = 0; r < rows; ++r) {
@@ -182,15 +182,22 @@ struct Attention {
     }
     Piece pieces[2][kMaxPieces];
     int block = first / kBlockTokens * kBlockTokens;
-    int count = cut_pieces(block, min_int(kBlockTokens, last - block), pieces[0]);
+    int count = cut_pieces(task, block, min_int(kBlockTokens, last - block), pieces[0]);
+    const AttentionTask* next_task = block < last ? nullptr : tasks.take(tasks.context);
     for (int turn = 0; block < last; turn ^= 1, block += kBlockTokens) {
       const int next = block + kBlockTokens;
-      const int next_count = next < last ? cut_pieces(next, min_int(kBlockTokens, last - next), pieces[turn ^ 1]) : 0;
+      int next_count = 0;
+      if (next < last) {
+        next_count = cut_pieces(task, next, min_int(kBlockTokens, last - next), pieces[turn ^ 1]);
+      } else if ((next_task = tasks.take(tasks.context))) {
+        next_count = first_pieces(*next_task, pieces[turn ^ 1]);
+      }
       for (int i = 0; i < count; ++i) pieces[turn][i].next = i < next_count ? &pieces[turn ^ 1][i] : nullptr;
       run_block(block, min_int(kBlockTokens, last - block), pieces[turn], count);
       count = next_count;
     }
     store_rows();
+    return next_task;
   }
 
   void load_rows() {
@@ -212,15 +219,24 @@ struct Attention {
     }
   }
 
-  int cut_pieces(int block, int block_keys, Piece* pieces) const {
-    const std::int32_t* slots = call.chunk_slots + call.item_chunk_indptr[task.item];
+  // Of the block that a task begins with, to be fetched; with a window, of that of its first row.
+  int first_pieces(const AttentionTask& of, Piece* pieces) const {
+    const int keys = call.item_kv_len[of.item];
+    const int token = call.item_q_begin[of.item] + of.row_begin / call.group;
+    const int hidden = call.window > 0 ? call.row_pos[token] + 1 - call.item_kv_begin[of.item] - call.window : 0;
+    const int block = max_int(0, hidden) / kBlockTokens * kBlockTokens;
+    return block < keys ? cut_pieces(of, block, min_int(kBlockTokens, keys - block), pieces) : 0;
+  }
+
+  int cut_pieces(const AttentionTask& of, int block, int block_keys, Piece* pieces) const {
+    const std::int32_t* slots = call.chunk_slots + call.item_chunk_indptr[of.item];
     int count = 0;
     for (int key = block; key < block + block_keys;) {
       const int token = key % c, in_panel = token % kPanel;
       const int panel = min_int(kPanel, c - (token - in_panel));
       const int length = min_int(panel - in_panel, block + block_keys - key);
-      const std::int64_t at = slots[key / c] * call.slot_bytes + task.kv_head * call.tile_bytes;
-      const std::int64_t scale_at = std::int64_t{slots[key / c]} * (call.num_heads / call.group) + task.kv_head;
+      const std::int64_t at = slots[key / c] * call.slot_bytes + of.kv_head * call.tile_bytes;
+      const std::int64_t scale_at = std::int64_t{slots[key / c]} * (call.num_heads / call.group) + of.kv_head;
       pieces[count++] = {call.k + at, call.v + at, token, key - block, length, scale_at, nullptr};
       key += length;
     }
@@ -333,23 +349,25 @@ struct Attention {
 };
 
 template <class Product>
-void attend_with(const AttentionCall& call, const AttentionTask& task, AttentionScratch& scratch) {
-  Attention<Product>{call, task, scratch}.run();
+const AttentionTask* attend_with(const AttentionCall& call, const AttentionTask& task, AttentionScratch& scratch,
+                                 AttentionTasks tasks) {
+  return Attention<Product>{call, task, scratch}.run(tasks);
 }
 
-void attend(const AttentionCall& call, const AttentionTask& task, AttentionScratch& scratch) {
+const AttentionTask* attend(const AttentionCall& call, const AttentionTask& task, AttentionScratch& scratch,
+                            AttentionTasks tasks) {
   switch (call.kv_dtype) {
     case DType::f32:
-      return attend_with<FloatProduct<TileF32>>(call, task, scratch);
+      return attend_with<FloatProduct<TileF32>>(call, task, scratch, tasks);
     case DType::f16:
-      return attend_with<FloatProduct<TileF16>>(call, task, scratch);
+      return attend_with<FloatProduct<TileF16>>(call, task, scratch, tasks);
     case DType::f8_e4m3:
-      return attend_with<FloatProduct<TileF8>>(call, task, scratch);
+      return attend_with<FloatProduct<TileF8>>(call, task, scratch, tasks);
     case DType::bf16:
 #if CHUNKSERVE_ISA_LEVEL >= 3
-      if (call.q_dtype == DType::bf16) return attend_with<Bf16Product>(call, task, scratch);
+      if (call.q_dtype == DType::bf16) return attend_with<Bf16Product>(call, task, scratch, tasks);
 #endif
-      return attend_with<FloatProduct<TileBf16>>(call, task, scratch);
+      return attend_with<FloatProduct<TileBf16>>(call, task, scratch, tasks);
   }
 }
 

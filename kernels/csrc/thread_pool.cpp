@@ -33,7 +33,7 @@ int available_cpus() {
   return n > 0 ? static_cast<int>(n) : 1;
 }
 
-// Index of the pool's thread that runs a task here, -1 outside of tasks.
+// Index of the pool's thread that runs a job here, -1 outside of jobs.
 thread_local int current_thread = -1;
 
 class ThreadPool {
@@ -51,18 +51,19 @@ class ThreadPool {
     return size_;
   }
 
-  void run(int num_tasks, detail::Task task, void* context) {
+  void run(int num_tasks, detail::Job job, void* context) {
     if (num_tasks <= 0) return;
     if (current_thread >= 0) {
-      for (int i = 0; i < num_tasks; ++i) task(context, i, current_thread);
+      TaskCounter tasks;
+      tasks.begin(num_tasks);
+      job(context, tasks, current_thread);
       return;
     }
     std::lock_guard guard(turn_);
-    task_ = task;
+    job_ = job;
     context_ = context;
-    num_tasks_ = num_tasks;
     error_ = nullptr;
-    next_.store(0, std::memory_order_relaxed);
+    tasks_.begin(num_tasks);
     const bool wake = num_tasks > 1 && size_ > 1;
     if (wake) {
       start_workers();
@@ -70,7 +71,7 @@ class ThreadPool {
       epoch_.fetch_add(1);
       epoch_.notify_all();
     }
-    take_tasks(0);
+    take_part(0);
     if (wake) {
       // Workers that have not come in by now stay out, so a descheduled one costs nothing.
       open_.store(false);
@@ -112,23 +113,19 @@ class ThreadPool {
       if (stop_.load()) return;
       // The order matters: whoever counts itself in before the caller closes the job is waited for.
       inside_.fetch_add(1);
-      if (open_.load()) take_tasks(thread);
+      if (open_.load()) take_part(thread);
       if (inside_.fetch_sub(1) == 1) inside_.notify_one();
     }
   }
 
-  void take_tasks(int thread) {
+  void take_part(int thread) {
     current_thread = thread;
-    for (;;) {
-      const int i = next_.fetch_add(1, std::memory_order_relaxed);
-      if (i >= num_tasks_) break;
-      try {
-        task_(context_, i, thread);
-      } catch (...) {
-        std::lock_guard guard(error_lock_);
-        if (!error_) error_ = std::current_exception();
-        next_.store(num_tasks_, std::memory_order_relaxed);
-      }
+    try {
+      job_(context_, tasks_, thread);
+    } catch (...) {
+      std::lock_guard guard(error_lock_);
+      if (!error_) error_ = std::current_exception();
+      tasks_.end();
     }
     current_thread = -1;
   }
@@ -137,13 +134,12 @@ class ThreadPool {
   int size_ = available_cpus();
   std::vector<std::thread> workers_;
 
-  detail::Task task_ = nullptr;
+  detail::Job job_ = nullptr;
   void* context_ = nullptr;
-  int num_tasks_ = 0;
+  TaskCounter tasks_;
   std::mutex error_lock_;
   std::exception_ptr error_;
 
-  alignas(64) std::atomic<int> next_{0};
   alignas(64) std::atomic<unsigned> epoch_{0};
   alignas(64) std::atomic<int> inside_{0};
   std::atomic<bool> open_{false};
@@ -162,7 +158,7 @@ int set_num_threads(int num_threads) { return pool().resize(num_threads); }
 int num_threads() { return pool().size(); }
 
 namespace detail {
-void run_tasks(int num_tasks, Task task, void* context) { pool().run(num_tasks, task, context); }
+void run_job(int num_tasks, Job job, void* context) { pool().run(num_tasks, job, context); }
 }  // namespace detail
 
 }  // namespace chunkserve
