@@ -16,7 +16,7 @@ from plots import Panel, draw, require_matplotlib
 from rich.console import Console
 from rich.table import Table
 from rows import write_rows
-from server_load import OURS, check, load
+from server_load import OURS, check, load, seed_of
 
 from chunkserve.deploy.bench import BenchSettings
 from chunkserve.deploy.local_server import LocalServer, local_server
@@ -32,7 +32,8 @@ def measure(
     settings = BenchSettings(
         url=url, label=system, endpoint="token-ids", rate_rps=rate,
         num_requests=max(args.min_requests, round(rate * args.seconds)), shared_tokens=shared,
-        own_tokens=prompt_tokens - shared, new_tokens=args.new_tokens, share=system != NOT_SHARED, seed=turn,
+        own_tokens=prompt_tokens - shared, new_tokens=args.new_tokens, share=system != NOT_SHARED,
+        seed=seed_of(point),
     )  # fmt: skip
     row = asyncio.run(load(settings, ours=ours if system in (OURS, NOT_SHARED) else None)).row()
     return row | {"prompt_tokens": prompt_tokens, "shared_percent": shared_percent, "turn": turn}

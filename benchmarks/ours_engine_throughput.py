@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 from rows import write_rows
-from server_load import OURS, check, load
+from server_load import OURS, check, load, seed_of
 
 from chunkserve.deploy.bench import BenchSettings
 from chunkserve.deploy.local_server import LocalServer, local_server
@@ -30,7 +30,7 @@ def measure(label: str, url: str, ours: LocalServer, args: argparse.Namespace, c
     settings = BenchSettings(
         url=url, label=label, endpoint="token-ids", concurrency=concurrency,
         num_requests=concurrency * args.rounds, shared_tokens=shared, own_tokens=args.own_tokens, new_tokens=new,
-        seed=turn,
+        seed=seed_of((*case, turn)),
     )  # fmt: skip
     return asyncio.run(load(settings, ours=ours if label == OURS else None)).row() | {"turn": turn}
 

@@ -1,7 +1,8 @@
-"""What the benchmarks of whole servers share: a first answer that must be right, and what a server holds under load."""
+"""What the benchmarks of whole servers share: a right answer first, words of a load's own, what a server holds."""
 
 import asyncio
 import re
+import zlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,8 @@ from chunkserve.deploy.local_server import LocalServer
 OURS = "chunkserve"
 # In the names of the replicas' processes.
 _REPLICA_TITLE = "ServeReplica:chunkserve:replica"
+# Above what a load shares: of a chat's template, or a chunk that a peer's blocks round to.
+_CACHED_MARGIN = 0.02
 # Each look costs the server a request and a call to its replicas: 5 a second took a quarter of its rate.
 _SAMPLE_PERIOD_S = 1.0
 
@@ -28,6 +31,11 @@ def check(label: str, url: str) -> None:
         text = client.chat("What is the capital of France?", max_tokens=16, temperature=0).text
     if not text or (label == OURS and text != "The capital of France is Paris."):
         raise SystemExit(f"{label} says that the capital of France is {text!r}; nothing is timed")
+
+
+def seed_of(point: tuple[Any, ...]) -> int:
+    """Of the words of one point of a benchmark: points with the same words would find each other's prompts cached."""
+    return zlib.crc32(repr(point).encode())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +67,12 @@ class Load:
 
 
 async def load(settings: BenchSettings, *, ours: LocalServer | None = None) -> Load:
-    """Load a server; of our own, look at what it holds and takes meanwhile."""
+    """Load a server; of our own, look at what it holds and takes meanwhile.
+
+    Raises:
+        SystemExit: requests failed, or found more of their prompts in the cache than they share: an earlier load had
+            the same words, and the figures would be too good.
+    """
     running = asyncio.create_task(run_bench(settings))
     if ours is None:
         kv_bytes = batch = cpu_outside = None
@@ -73,6 +86,11 @@ async def load(settings: BenchSettings, *, ours: LocalServer | None = None) -> L
     result = await running
     if result.errors:
         raise SystemExit(f"{settings.label}: requests failed: {dict(result.errors)}")
+    shared = settings.shared_tokens / (settings.shared_tokens + settings.own_tokens) if settings.share else 0.0
+    if (cached := result.row()["cached_share"]) > shared + _CACHED_MARGIN:
+        raise SystemExit(
+            f"{settings.label}: {cached:.0%} of the prompts was cached, {shared:.0%} is shared: {settings}"
+        )
     return Load(result=result, kv_bytes_peak=kv_bytes, batch_peak=batch, cpu_outside_share=cpu_outside)
 
 

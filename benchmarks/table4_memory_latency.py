@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 from rows import write_rows
-from server_load import OURS, check, load
+from server_load import OURS, check, load, seed_of
 
 from chunkserve.deploy.bench import BenchSettings
 from chunkserve.deploy.local_server import LocalServer, local_server
@@ -26,7 +26,8 @@ def measure(
     prompt_tokens, shared, turn = point
     settings = BenchSettings(
         url=url, label=system, endpoint="token-ids", rate_rps=args.rate, num_requests=args.requests,
-        shared_tokens=shared, own_tokens=prompt_tokens - shared, new_tokens=args.new_tokens, seed=turn,
+        shared_tokens=shared, own_tokens=prompt_tokens - shared, new_tokens=args.new_tokens,
+        seed=seed_of(point),
     )  # fmt: skip
     row = asyncio.run(load(settings, ours=ours if system == OURS else None)).row()
     return row | {"prompt_tokens": prompt_tokens, "turn": turn}

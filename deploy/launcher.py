@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 import yaml
 
 from .config import ConfigError, ServeConfig
+from .replica_options import replica_options
 from .small_model import NAME as SMALL_MODEL
 from .small_model import ensure_small_model
 
@@ -122,8 +123,6 @@ def _check_model(config: ServeConfig) -> None:
     from chunkserve.replica.build import check_options
     from chunkserve.replica.model_config import ModelError
     from chunkserve.replica.options import BuildError
-
-    from .app import replica_options
 
     try:
         check_options(replica_options(config))

@@ -1,7 +1,9 @@
 """The benchmarks of whole servers, as far as they go without one: what they make of what they measured."""
 
+import asyncio
 import importlib
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from chunkserve.deploy.bench import BenchResult, BenchSettings
+from chunkserve.deploy.load_client import Sample
 from chunkserve.replica.options import ReplicaOptions
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -39,6 +43,36 @@ def test_fig5_compares_at_the_highest_rate(capsys: pytest.CaptureFixture[str]) -
         {"chunkserve": [(1.0, 10), (2.0, 20)], "peer": [(1.0, 50), (2.0, 60)]},
         {"chunkserve": [(2.0, 90)]},
     ]
+
+
+@pytest.mark.parametrize(
+    ("shared_tokens", "share", "cached_tokens", "holds"),
+    [(0, True, 0, True), (0, True, 50, False), (60, True, 60, True), (60, True, 100, False), (60, False, 60, False)],
+)
+def test_a_load_that_finds_the_words_of_an_earlier_one_gives_no_figures(
+    monkeypatch: pytest.MonkeyPatch, shared_tokens: int, share: bool, cached_tokens: int, holds: bool
+) -> None:
+    server_load = importlib.import_module("server_load")
+    settings = BenchSettings(url="", shared_tokens=shared_tokens, own_tokens=100 - shared_tokens, share=share)
+    sample = Sample(
+        ttft_s=0.1, last_token_s=0.2, latency_s=0.2, prompt_tokens=100, cached_tokens=cached_tokens, completion_tokens=2
+    )
+
+    async def answered(settings: BenchSettings) -> BenchResult:
+        return BenchResult(settings=settings, model="m", samples=(sample,), errors=Counter(), wall_s=1.0)
+
+    monkeypatch.setattr(server_load, "run_bench", answered)
+    if holds:
+        assert asyncio.run(server_load.load(settings)).latency_ms_per_token == 100
+    else:
+        with pytest.raises(SystemExit, match=f"{cached_tokens}% of the prompts was cached"):
+            asyncio.run(server_load.load(settings))
+
+
+def test_points_of_a_benchmark_have_words_of_their_own() -> None:
+    seed_of = importlib.import_module("server_load").seed_of
+    points = [(tokens, rate, turn) for tokens in (1024, 2048) for rate in (0.25, 0.5, 1.0) for turn in range(3)]
+    assert len({seed_of(point) for point in points}) == len(points)
 
 
 def test_table4_gives_what_sharing_saves() -> None:
