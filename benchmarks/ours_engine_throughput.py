@@ -63,7 +63,8 @@ def main() -> None:
     if args.json:
         write_rows(args.json, rows)
 
-    columns = ["output_tokens_per_s", "ttft_ms_p50", "tpot_ms_p50", "kv_bytes_peak", "cpu_outside_share"]
+    columns = ["output_tokens_per_s", "ttft_ms_p50", "tpot_ms_p50", "kv_bytes_peak"]
+    columns += ["cpu_outside_share", "cpu_ingress_share", "cpu_proxy_share"]
     table = Table("shared", "new", "concurrency", "system", *columns)
     for shared, new, concurrency in cases:
         for label in servers:
@@ -74,7 +75,7 @@ def main() -> None:
                 f"{statistics.median(v):.4g} ({min(v):.4g} to {max(v):.4g})" if None not in v else "-" for v in values
             ]
             table.add_row(str(shared), str(new), str(concurrency), label, *figures)
-    Console(width=170).print(table)
+    Console(width=220).print(table)
     _print_headline(rows, cases[-1], list(peers))
 
 

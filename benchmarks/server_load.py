@@ -3,6 +3,7 @@
 import asyncio
 import re
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +15,12 @@ from chunkserve.deploy.client import Client
 from chunkserve.deploy.local_server import LocalServer
 
 OURS = "chunkserve"
-# In the names of the replicas' processes.
-_REPLICA_TITLE = "ServeReplica:chunkserve:replica"
+# In the names of processes.
+_TITLES = {
+    "model": "ServeReplica:chunkserve:replica",
+    "ingress": "ServeReplica:chunkserve:ingress",
+    "proxy": "ProxyActor",
+}
 # Above what a load shares: of a chat's template, or a chunk that a peer's blocks round to.
 _CACHED_MARGIN = 0.02
 # Each look costs the server a request and a call to its replicas: 5 a second took a quarter of its rate.
@@ -42,14 +47,14 @@ def seed_of(point: tuple[Any, ...]) -> int:
 class Load:
     """A load that a server answered without an error.
 
-    kv_bytes_peak, batch_peak: the most K and V bytes of running sequences, and the most of these; None for peers, as is
-    cpu_outside_share: of the server's CPU time, what was spent outside of the model's processes.
+    kv_bytes_peak, batch_peak: the most K and V bytes of running sequences, and the most of these; None for peers.
+    cpu_s: CPU time of the server's processes by what they are: model, ingress, Serve's proxy, other; None for peers.
     """
 
     result: BenchResult
     kv_bytes_peak: int | None
     batch_peak: int | None
-    cpu_outside_share: float | None
+    cpu_s: Mapping[str, float] | None
 
     @property
     def latency_ms_per_token(self) -> float:
@@ -62,8 +67,15 @@ class Load:
             "latency_ms_per_token": self.latency_ms_per_token,
             "kv_bytes_peak": self.kv_bytes_peak,
             "batch_peak": self.batch_peak,
-            "cpu_outside_share": self.cpu_outside_share,
+            "cpu_outside_share": self._cpu_share("ingress", "proxy", "other"),
+            "cpu_ingress_share": self._cpu_share("ingress"),
+            "cpu_proxy_share": self._cpu_share("proxy"),
         }
+
+    def _cpu_share(self, *kinds: str) -> float | None:
+        if self.cpu_s is None:
+            return None
+        return sum(self.cpu_s[kind] for kind in kinds) / sum(self.cpu_s.values())
 
 
 async def load(settings: BenchSettings, *, ours: LocalServer | None = None) -> Load:
@@ -75,14 +87,11 @@ async def load(settings: BenchSettings, *, ours: LocalServer | None = None) -> L
     """
     running = asyncio.create_task(run_bench(settings))
     if ours is None:
-        kv_bytes = batch = cpu_outside = None
+        kv_bytes = batch = cpu_s = None
     else:
-        model_s, other_s = _cpu_seconds(ours)
+        before_s = _cpu_seconds(ours)
         kv_bytes, batch = await _peaks(settings.url, running)
-        model_s, other_s = (
-            after - before for after, before in zip(_cpu_seconds(ours), (model_s, other_s), strict=True)
-        )
-        cpu_outside = other_s / (model_s + other_s)
+        cpu_s = {kind: after - before_s[kind] for kind, after in _cpu_seconds(ours).items()}
     result = await running
     if result.errors:
         raise SystemExit(f"{settings.label}: requests failed: {dict(result.errors)}")
@@ -91,22 +100,19 @@ async def load(settings: BenchSettings, *, ours: LocalServer | None = None) -> L
         raise SystemExit(
             f"{settings.label}: {cached:.0%} of the prompts was cached, {shared:.0%} is shared: {settings}"
         )
-    return Load(result=result, kv_bytes_peak=kv_bytes, batch_peak=batch, cpu_outside_share=cpu_outside)
+    return Load(result=result, kv_bytes_peak=kv_bytes, batch_peak=batch, cpu_s=cpu_s)
 
 
-def _cpu_seconds(server: LocalServer) -> tuple[float, float]:
-    """CPU time so far of the replicas' processes, and of all others of the server."""
-    model_s = other_s = 0.0
+def _cpu_seconds(server: LocalServer) -> dict[str, float]:
+    """CPU time so far of the server's processes, by what they are."""
+    out = dict.fromkeys((*_TITLES, "other"), 0.0)
     for process in server.processes():
         try:
-            times, is_model = process.cpu_times(), _REPLICA_TITLE in " ".join(process.cmdline())
+            times, title = process.cpu_times(), " ".join(process.cmdline())
         except psutil.Error:  # it has ended
             continue
-        if is_model:
-            model_s += times.user + times.system
-        else:
-            other_s += times.user + times.system
-    return model_s, other_s
+        out[next((kind for kind, words in _TITLES.items() if words in title), "other")] += times.user + times.system
+    return out
 
 
 async def _peaks(url: str, running: "asyncio.Task[Any]") -> tuple[int, int]:

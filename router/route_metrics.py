@@ -39,7 +39,7 @@ _LABELLED: Mapping[str, tuple[str, str]] = {
 _GAUGES: Mapping[str, str] = {
     "chunkserve_index_bytes": "Memory of the index, about.",
     "chunkserve_index_event_lag_seconds": "How long ago a replica reported changes that the index lacks; 0 if none.",
-    "chunkserve_stats_age_seconds": "Age of the oldest report of a replica.",
+    "chunkserve_stats_age_seconds": "Age of the oldest last report of a replica; idle ones do not renew theirs.",
     "chunkserve_route_open_requests": "Requests between arrival and end.",
     "chunkserve_phantom_load": "Reservations without an open request; always 0.",
     "chunkserve_load_imbalance_ratio": "Largest work of a replica over the mean.",

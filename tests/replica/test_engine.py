@@ -533,6 +533,25 @@ def test_an_idle_group_looks_over_its_tree_after_work_and_not_with_each_beat(
     assert not checks
 
 
+def test_an_engine_looks_over_its_tree_once_when_its_work_is_done(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, checked = Bench(tokenizer), threading.Event()
+    checks: list[int] = []
+
+    def check() -> None:
+        checks.append(bench.engine.load().running_sequences)
+        checked.set()
+
+    monkeypatch.setattr(bench.engine, "check", check)
+    bench.engine.start()
+    bench.engine.submit(request("r", [1, 2], max_tokens=4))
+    assert checked.wait(10)
+    bench.engine.ping(timeout_s=10)
+    bench.engine.stop()
+    assert checks == [0]
+
+
 def test_routers_hear_what_prompts_took(make: Callable[..., Bench]) -> None:
     reporter = RoutingReporter(ChunkScheme(model="toy", dtype="float32", chunk_size=C), max_step_tokens=64)
     bench = make(reporter=reporter)
