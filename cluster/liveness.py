@@ -40,6 +40,8 @@ OnLost = Callable[[int, str], None]
 Trouble = Callable[[Collection[int]], str | None]
 
 _LOOK_S = 0.2
+# Collectives fail in all ranks when one dies; who says so may be heard before the end of the one that died is seen.
+_CAUSE_S = 0.5
 # A rank says hello at once; others wait meanwhile.
 _HELLO_S = 1.0
 
@@ -230,6 +232,7 @@ class Liveness:
         for peer in self._peers.values():
             if not peer.gone:
                 self._send(peer, _BYE if reason is None else _FAULT, (reason or "").encode()[:_BODY_LIMIT])
+                _end(peer.connection)
             peer.connection.close()
 
     def _watch(self, peer: _Peer) -> None:
@@ -272,6 +275,8 @@ class Liveness:
                     peer.fault = "it has left"
         except OSError as error:
             peer.gone = True
+            if peer.fault is not None and len(self._peers) > 1:
+                self.lost_within(_CAUSE_S)
             self._lose(peer, peer.fault or f"its connection is closed ({error})")
 
     def _lose(self, peer: _Peer, reason: str) -> None:
@@ -317,6 +322,14 @@ def _welcome(connection: socket.socket, token: bytes, num_ranks: int, timeout_s:
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return _Peer(rank, Process(pid=pid, machine=machine), connection, time.monotonic())
+
+
+def _end(connection: socket.socket) -> None:
+    """Nothing more is sent: closing alone says so only once nobody reads from it either."""
+    try:
+        connection.shutdown(socket.SHUT_WR)
+    except OSError as error:
+        logger.debug("rank link had ended error=%s", error)
 
 
 def _frames(connection: socket.socket) -> Iterator[tuple[bytes, bytes]]:

@@ -232,13 +232,15 @@ def test_who_has_started_may_not_be_silent() -> None:
         assert process.wait(GONE_S) == -signal.SIGKILL
 
 
-def test_reports_are_the_newest_of_each_rank() -> None:
+@contextmanager
+def three_links() -> Iterator[tuple[Liveness, list[Liveness], "queue.Queue[str]"]]:
+    """Rank 0's end, those of ranks 1 and 2, and what rank 0 loses."""
     listener = socket.create_server(("127.0.0.1", 0))
-    followers: list[Liveness] = []
+    followers: dict[int, Liveness] = {}
     token = os.urandom(16)
 
     def connect(rank: int) -> None:
-        followers.append(Liveness.connect(listener.getsockname(), rank, token, lambda rank, reason: None))
+        followers[rank] = Liveness.connect(listener.getsockname(), rank, token, lambda rank, reason: None)
 
     threads = [threading.Thread(target=connect, args=(rank,)) for rank in (1, 2)]
     for thread in threads:
@@ -247,18 +249,34 @@ def test_reports_are_the_newest_of_each_rank() -> None:
     leader = Liveness.accept(listener, 3, token, lambda rank, reason: lost.put(f"{rank} {reason}"))
     for thread in threads:
         thread.join()
-    for follower in followers:
-        follower.report(b"old")
-        follower.report(b"new")
-    assert leader.reports(lambda body: body == b"new", timeout_s=10) == {1: b"new", 2: b"new"}
-    begin = time.monotonic()
-    assert leader.reports(lambda body: False, timeout_s=0.2) == {1: b"new", 2: b"new"}
-    assert time.monotonic() - begin >= 0.2
-    followers[0].leave("it broke")
-    leader.reports(lambda body: False, timeout_s=10)
-    assert lost.get(timeout=GONE_S) == f"{followers[0].rank} it broke"
-    assert leader.lost == f"rank {followers[0].rank} is lost: it broke"
-    leader.leave()
+    yield leader, [followers[1], followers[2]], lost
+    for link in (leader, *followers.values()):
+        link.leave()
+
+
+def test_who_ends_without_a_word_is_named_before_those_whose_collectives_fail_of_it() -> None:
+    with three_links() as (leader, followers, lost):
+        followers[0].leave("its all-reduce failed")
+        leader.reports(lambda body: False, timeout_s=0.3)
+        followers[1]._peers[0].connection.shutdown(socket.SHUT_RDWR)
+        assert "connection is closed" in lost.get(timeout=GONE_S)
+        assert leader.lost is not None
+        assert leader.lost.startswith("rank 2")
+
+
+def test_reports_are_the_newest_of_each_rank() -> None:
+    with three_links() as (leader, followers, lost):
+        for follower in followers:
+            follower.report(b"old")
+            follower.report(b"new")
+        assert leader.reports(lambda body: body == b"new", timeout_s=10) == {1: b"new", 2: b"new"}
+        begin = time.monotonic()
+        assert leader.reports(lambda body: False, timeout_s=0.2) == {1: b"new", 2: b"new"}
+        assert time.monotonic() - begin >= 0.2
+        followers[0].leave("it broke")
+        leader.reports(lambda body: False, timeout_s=10)
+        assert lost.get(timeout=GONE_S) == f"{followers[0].rank} it broke"
+        assert leader.lost == f"rank {followers[0].rank} is lost: it broke"
 
 
 def _runs(pid: int) -> bool:
