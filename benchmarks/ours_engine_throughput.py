@@ -12,6 +12,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+import yaml
 from rich.console import Console
 from rich.table import Table
 from rows import write_rows
@@ -28,9 +29,9 @@ def measure(label: str, url: str, ours: LocalServer, args: argparse.Namespace, c
     """One burst of a case."""
     shared, new, concurrency = case
     settings = BenchSettings(
-        url=url, label=label, endpoint="token-ids", concurrency=concurrency,
+        url=url, label=label, endpoint=args.endpoint, concurrency=concurrency,
         num_requests=concurrency * args.rounds, shared_tokens=shared, own_tokens=args.own_tokens, new_tokens=new,
-        seed=seed_of((*case, turn)),
+        ignore_eos=args.ignore_eos, seed=seed_of((*case, turn)),
     )  # fmt: skip
     return asyncio.run(load(settings, ours=ours if label == OURS else None)).row() | {"turn": turn}
 
@@ -43,6 +44,16 @@ def main() -> None:
     parser.add_argument("--shared-tokens", type=int, nargs="+", default=[1024, 2048])
     parser.add_argument("--new-tokens", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument(
+        "--endpoint", choices=["token-ids", "completions"], default="token-ids",
+        help="completions: prompts are text, for peers that take no token ids",
+    )  # fmt: skip
+    parser.add_argument(
+        "--ignore-eos", action=argparse.BooleanOptionalAction, default=True, help="off for peers that lack it"
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KNOB=VALUE", dest="knobs", help="of our server; repeatable"
+    )
     parser.add_argument("--own-tokens", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=2, help="requests of a burst, in multiples of its concurrency")
     parser.add_argument("--repeats", type=int, default=3)
@@ -53,7 +64,8 @@ def main() -> None:
 
     rows = []
     cases = list(itertools.product(args.shared_tokens, args.new_tokens, args.concurrency))
-    with local_server({"max_sequence_tokens": 4096}) as ours:
+    knobs = {name: yaml.safe_load(value) for name, value in (knob.split("=", 1) for knob in args.knobs)}
+    with local_server({"max_sequence_tokens": 4096, **knobs}) as ours:
         servers = {OURS: ours.url, **peers}
         for label, url in servers.items():
             check(label, url)

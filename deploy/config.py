@@ -92,6 +92,7 @@ class ServeConfig(BaseModel):
     routing_index_entries: int = Field(default=1_000_000, ge=1)
     routing_report_period_s: float = Field(default=0.5, gt=0)
 
+    stream_interval_tokens: int = Field(default=1, ge=1, le=1024)
     request_timeout_s: float = Field(default=600.0, gt=0)
     health_stall_s: float = Field(default=30.0, gt=0)
     drain_timeout_s: float = Field(default=30.0, ge=0)

@@ -117,6 +117,10 @@ class GenerationResponse(Response):
 
     Up to the first token a failure is an HTTP status; after it, an error event that ends the stream. When the client
     goes away, or the surrounding task is cancelled, the replica's generators are closed, which cancels the requests.
+
+    Args:
+        stream_interval_tokens: of each choice, that go out together once a stream has begun: each piece is a message
+            through Serve's proxy. The events in it are the same, and what is held back goes out with the end.
     """
 
     def __init__(
@@ -130,6 +134,7 @@ class GenerationResponse(Response):
         metrics: IngressMetrics,
         arrival_s: float,
         timeout_s: float,
+        stream_interval_tokens: int = 1,
         explain: bool = False,
     ) -> None:
         super().__init__(media_type="text/event-stream" if stream else "application/json")
@@ -141,6 +146,8 @@ class GenerationResponse(Response):
         self._metrics = metrics
         self._arrival_s = arrival_s
         self._timeout_s = timeout_s
+        self._held: list[bytes] = []
+        self._max_held = stream_interval_tokens * len(requests)
         # Of the first prompt; its headers come out if the client asked for them.
         self._receipt = RouteReceipt() if explain else None
         self._first_token_s: float | None = None
@@ -192,7 +199,7 @@ class GenerationResponse(Response):
         if not self._answer.finished:
             raise ApiError(500, "the replica ended before its answer", type="server_error", code="incomplete")
         if self._stream:
-            await send({"type": "http.response.body", "body": self._answer.stream_end(), "more_body": False})
+            await self._send_end(self._answer.stream_end(), send)
         else:
             await self._send_whole(200, self._answer.whole(), send, self._explained())
 
@@ -234,18 +241,29 @@ class GenerationResponse(Response):
             body = self._answer.stream(prompt, events)
             if not body:
                 return
+            self._held.append(body)
             if not self._opened:
                 self._opened = True
                 headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
                 headers += [(name.encode(), value.encode()) for name, value in self._explained().items()]
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
-            await send({"type": "http.response.body", "body": body, "more_body": True})
+            elif len(self._held) < self._max_held or self._answer.finished:
+                return
+            await send({"type": "http.response.body", "body": self._take_held(), "more_body": True})
 
         return take
 
+    def _take_held(self) -> bytes:
+        held = b"".join(self._held)
+        self._held.clear()
+        return held
+
+    async def _send_end(self, body: bytes, send: Send) -> None:
+        await send({"type": "http.response.body", "body": self._take_held() + body, "more_body": False})
+
     async def _send_error(self, error: ApiError, send: Send) -> None:
         if self._opened:
-            await send({"type": "http.response.body", "body": sse_event(error.body()), "more_body": False})
+            await self._send_end(sse_event(error.body()), send)
         else:
             await self._send_whole(error.status, to_json(error.body()), send, error.headers)
 

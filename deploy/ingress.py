@@ -250,6 +250,7 @@ class Ingress:
             metrics=self.metrics,
             arrival_s=arrival_s,
             timeout_s=self._config.request_timeout_s,
+            stream_interval_tokens=self._config.stream_interval_tokens,
             explain=http.headers.get(EXPLAIN_HEADER, "") == "1",
         )
 

@@ -79,28 +79,31 @@ class Connection:
         """POST a streaming request and time its events.
 
         Raises:
-            LoadError: no connection, a status that is not 200, an error event, or a stream without its end.
+            LoadError: no connection, a status that is not 200, an error event, or a stream without its end: [DONE],
+                or a finish_reason from servers that send none.
         """
         start_s = time.perf_counter()
         first_s = last_s = None
         usage: dict[str, Any] | None = None
-        done = False
+        is_ended = False
         # Closed at once after an error event: the rest of the stream must not stay in the connection.
         async with aclosing(self._events(path, to_json(body))) as payloads:
             async for payload in payloads:
                 now_s = time.perf_counter()
                 if payload == b"[DONE]":
-                    done = True
+                    is_ended = True
                     continue
                 event = _json(payload)
                 if "error" in event:
                     raise LoadError(f"error event: {event['error'].get('message')}")
                 usage = event.get("usage") or usage
+                is_ended = is_ended or any(choice.get("finish_reason") for choice in event.get("choices", ()))
                 if _has_token(event):
                     first_s = first_s or now_s
                     last_s = now_s
-        if not done or usage is None or first_s is None or last_s is None:
-            raise LoadError("the stream ended without " + ("[DONE]" if not done else "usage" if first_s else "tokens"))
+        if not is_ended or usage is None or first_s is None or last_s is None:
+            missing = "its end" if not is_ended else "usage" if first_s else "tokens"
+            raise LoadError(f"the stream ended without {missing}")
         return Sample(
             ttft_s=first_s - start_s,
             last_token_s=last_s - start_s,

@@ -148,9 +148,14 @@ async def test_broken_streams_are_errors(live_url, replica) -> None:
     await connection.close()
 
 
+USAGE = b'"usage": {"prompt_tokens": 3, "completion_tokens": 1}'
+PLAIN = b"HTTP/1.1 200 OK\r\n\r\n"
+
+
 @pytest.mark.parametrize(
     ("reply", "says"),
     [
+        (PLAIN + b'data: {"choices": [{"text": "a"}], ' + USAGE + b"}\n\n", "without its end"),
         (b"SSH-2.0\r\n\r\n", "not an HTTP/1 reply"),
         (b"", "connection"),
         (b"HTTP/1.1 200 OK\r\n\r\ndata: {\n\n", "not JSON"),
@@ -169,6 +174,17 @@ async def test_strange_servers_are_errors(reply, says) -> None:
         port = server.sockets[0].getsockname()[1]
         with pytest.raises(LoadError, match=says):
             await Connection(Target.parse(f"http://127.0.0.1:{port}")).stream("/", {})
+
+
+async def test_a_finish_reason_ends_the_stream_of_a_server_that_sends_no_done() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"{}")
+        writer.write(PLAIN + b'data: {"choices": [{"text": "a", "finish_reason": "stop"}], ' + USAGE + b"}\n\n")
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        assert (await Connection(Target.parse(f"http://127.0.0.1:{port}")).stream("/", {})).completion_tokens == 1
 
 
 async def test_a_connection_that_the_server_closed_is_opened_again() -> None:

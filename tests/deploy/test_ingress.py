@@ -77,6 +77,58 @@ async def test_usage_only_when_asked_for(http, options, count) -> None:
     assert [bool(event.get("usage")) for event in events] == [False] * (len(events) - count) + [True] * count
 
 
+async def messages_of_a_stream(config: ServeConfig, replica, tokenizer_like, body: dict[str, Any]) -> list[str]:
+    """The bodies of a streamed answer, by ASGI message."""
+    bodies: list[str] = []
+    asked = [{"type": "http.request", "body": json.dumps(body | {"stream": True}).encode()}]
+
+    async def receive() -> Any:
+        return asked.pop() if asked else await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            assert not bodies or last_has_more[-1]
+            bodies.append(message["body"].decode())
+            last_has_more.append(message["more_body"])
+
+    last_has_more: list[bool] = []
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b""}
+    await build_http_app(config, tokenizer_like, replica)(scope, receive, send)
+    assert not last_has_more[-1]
+    return bodies
+
+
+@pytest.mark.parametrize(
+    ("interval", "prompt", "words"),
+    [
+        (1, "a", [1, 1, 1, 1, 1, 1, 1]),
+        (3, "a", [1, 3, 3]),
+        (4, "a", [1, 4, 2]),
+        (100, "a", [1, 6]),
+        (2, ["a", "b"], [1, 4, 4, 4, 1]),
+    ],
+)
+async def test_a_stream_goes_out_in_pieces_of_so_many_tokens(replica, tokenizer_like, interval, prompt, words) -> None:
+    body = {"prompt": prompt, "max_tokens": 7}
+    replica.words = 7
+    one = await messages_of_a_stream(ServeConfig(served_model_name="toy"), replica, tokenizer_like, body)
+    config = ServeConfig(served_model_name="toy", stream_interval_tokens=interval)
+    bodies = await messages_of_a_stream(config, replica, tokenizer_like, body)
+    assert [text.count('"text":"w') for text in bodies] == words
+    if prompt == "a":
+        assert [(event["choices"], event["object"]) for event in sse("".join(bodies))] == [
+            (event["choices"], event["object"]) for event in sse("".join(one))
+        ]
+
+
+async def test_what_a_stream_holds_back_comes_before_its_error(replica, tokenizer_like) -> None:
+    replica.fail_with, replica.fail_at = ReplicaError("broke"), 3
+    config = ServeConfig(served_model_name="toy", stream_interval_tokens=50)
+    first, rest = await messages_of_a_stream(config, replica, tokenizer_like, {"prompt": "a"})
+    assert "w0" in first
+    assert [name in rest for name in ("w1", "w2", "replica_failed")] == [True] * 3
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_several_prompts(http, replica, stream) -> None:
     fields = {"prompt": [[1, 2], [3]], "n": 2, "max_tokens": 2, "stream": stream}
