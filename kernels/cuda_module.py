@@ -1,4 +1,4 @@
-"""csrc/tpp.cu for one head dim and dtype: built on first use by NVRTC or nvcc, kept on disk, run through the driver.
+"""csrc/tpp.cu for one head dim and its dtypes: built on first use by NVRTC or nvcc, kept on disk, run by the driver.
 
 No CUDA package is needed at install time. NVRTC comes with CUDA builds of torch, so that a compiler is there wherever
 this backend can run; nvcc is taken where NVRTC is not found. The source includes no CUDA header.
@@ -60,13 +60,15 @@ class Build:
     """One instantiation.
 
     Attributes:
-        value: C++ type of q, K and V: "Half", "Bfloat" or "float".
+        value: C++ type of queries and products: "Half", "Bfloat" or "float".
+        kv_value: of K and V in the pool: the same, or "E4m3".
         head_dim: D, a multiple of 16 up to 256.
         arch: as "sm_90".
         shared_limit: bytes of shared memory that a block may have.
     """
 
     value: str
+    kv_value: str
     head_dim: int
     arch: str
     shared_limit: int
@@ -77,6 +79,7 @@ class Build:
             f"-arch={self.arch}",
             "-std=c++17",
             f"-DTPP_VALUE={self.value}",
+            f"-DTPP_KV_VALUE={self.kv_value}",
             f"-DTPP_HEAD_DIM={self.head_dim}",
             f"-DTPP_SHARED_LIMIT={self.shared_limit}",
         ]
@@ -120,7 +123,8 @@ def build_cubin(build: Build, cache_folder: Path) -> bytes:
     """
     sources = [(SOURCE_FOLDER / name).read_bytes() for name in SOURCES]
     key = hashlib.sha256(b"\0".join([*sources, *(flag.encode() for flag in build.flags())])).hexdigest()[:16]
-    path = cache_folder / f"tpp-{build.arch}-{build.value.lower()}-{build.head_dim}-{key}.cubin"
+    values = "-".join(dict.fromkeys([build.value, build.kv_value])).lower()
+    path = cache_folder / f"tpp-{build.arch}-{values}-{build.head_dim}-{key}.cubin"
     if path.exists():
         return path.read_bytes()
     if (nvrtc := find_nvrtc()) is not None:
@@ -135,7 +139,7 @@ def build_cubin(build: Build, cache_folder: Path) -> bytes:
         file.write(cubin)
     os.replace(file.name, path)
     logger.info(
-        "built CUDA kernels compiler=%s arch=%s value=%s head_dim=%d", compiler, build.arch, build.value, build.head_dim
+        "built CUDA kernels compiler=%s arch=%s values=%s head_dim=%d", compiler, build.arch, values, build.head_dim
     )
     return cubin
 

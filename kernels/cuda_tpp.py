@@ -1,7 +1,8 @@
 """Two-phase partition attention in CUDA C++ (csrc/tpp.cu): one launch for all items, one for the merge.
 
-K and V of a layer are [S, G, C, D] each. Everything runs on the current stream, waits for nothing and allocates only
-the result. It needs no CUDA package at install time: cuda_module.py compiles the source on first use.
+K and V of a layer are [S, G, C, D] each, of the queries' type or fp8. Everything runs on the current stream, waits for
+nothing and allocates only the result. It needs no CUDA package at install time: cuda_module.py compiles the source on
+first use.
 
 For a CUDA graph: `reserve` for the largest batch, `stage` a plan, capture; before each replay `stage` the next plan.
 The bits of a row do not depend on the tiles or teams that its items were given, so that a plan with
@@ -20,10 +21,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .cuda_module import Build, CudaBuildError, DeviceKernels, Kernels, build_cubin, compiler_missing
-from .dispatch import AttentionProblem, BackendError, LayerKV, check_append, check_attend, check_slot
+from .dispatch import FP8, AttentionProblem, BackendError, LayerKV, check_append, check_attend, check_slot
 from .plan import AttentionPlan, Int32Array
+from .reference import read_plain_chunk
 
 _VALUES: Final = {torch.float16: "Half", torch.bfloat16: "Bfloat", torch.float32: "float"}
+_KV_VALUES: Final = {**_VALUES, FP8: "E4m3"}
 
 # Fields of Header in csrc/tpp.cu, in ints; the views are in its order.
 _HEADER_INTS: Final = 17
@@ -54,6 +57,7 @@ class Params(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("plan", "q", "v_new", "k_pool", "v_pool", "out")),
         *((name, ctypes.c_void_p) for name in ("partial_out", "partial_lse_log2", "alibi_slopes", "sinks")),
+        *((name, ctypes.c_void_p) for name in ("k_scale", "v_scale")),
         *((name, ctypes.c_int64) for name in ("q_token_stride", "q_head_stride", "v_token_stride", "v_head_stride")),
         ("scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
@@ -92,8 +96,11 @@ class CudaBackend:
     def reject(self, problem: AttentionProblem) -> str | None:
         if problem.device != "cuda":
             return f"device is {problem.device}"
-        if problem.dtype not in _VALUES or problem.kv_dtype != problem.dtype:
-            return f"dtypes {problem.dtype} and {problem.kv_dtype} are not one of float16, bfloat16, float32"
+        if problem.dtype not in _VALUES or problem.kv_dtype not in (problem.dtype, FP8):
+            return (
+                f"dtypes {problem.dtype} and {problem.kv_dtype} are not one of float16, bfloat16, float32, "
+                "or one of them and float8_e4m3fn"
+            )
         if problem.head_dim % 16 or not 16 <= problem.head_dim <= 256:
             return f"head_dim {problem.head_dim} is no multiple of 16 up to 256"
         if problem.chunk_size % 16 or not 16 <= problem.chunk_size <= 256:
@@ -109,7 +116,9 @@ class CudaBackend:
         shape = (num_slots, problem.num_kv_heads, problem.chunk_size, problem.head_dim)
         k, v = (torch.empty(shape, dtype=problem.kv_dtype, device=problem.device) for _ in range(2))
         self._lane(problem, k.device)  # Compiles now rather than in the first step.
-        return LayerKV(k=k, v=v, problem=problem, num_slots=num_slots, backend=self.name)
+        return LayerKV(
+            k=k, v=v, problem=problem, num_slots=num_slots, backend=self.name, **problem.scale_tensors(num_slots)
+        )
 
     def num_workers(self, problem: AttentionProblem) -> int:
         """Warps that run at once: `PlanOptions.num_workers` for this problem on the current device."""
@@ -188,10 +197,11 @@ class CudaBackend:
             raise BackendError(f"cannot copy {num_rows} rows of a chunk of {kv.problem.chunk_size} (chunk_size)")
         for pool in (kv.k, kv.v):
             pool[dst_slot, :, :num_rows] = pool[src_slot, :, :num_rows]
+        kv.copy_scales(src_slot, dst_slot)
 
     def read_chunk(self, kv: LayerKV, slot: int) -> tuple[Tensor, Tensor]:
         check_slot(kv, slot)
-        return kv.k[slot].transpose(0, 1).clone(), kv.v[slot].transpose(0, 1).clone()
+        return read_plain_chunk(kv, slot)
 
     def attend(
         self,
@@ -235,6 +245,8 @@ class CudaBackend:
             plan=lane.staged.data_ptr(),
             k_pool=kv.k.data_ptr(),
             v_pool=kv.v.data_ptr(),
+            k_scale=kv.k_scale.data_ptr() if kv.k_scale is not None else None,
+            v_scale=kv.v_scale.data_ptr() if kv.v_scale is not None else None,
             partial_out=lane.partial_out.data_ptr(),
             partial_lse_log2=lane.partial_lse_log2.data_ptr(),
             num_heads=p.num_heads,
@@ -264,6 +276,7 @@ def load_kernels(problem: AttentionProblem, device: torch.device) -> Kernels:
     properties = torch.cuda.get_device_properties(device)
     build = Build(
         value=_VALUES[problem.dtype],
+        kv_value=_KV_VALUES[problem.kv_dtype],
         head_dim=problem.head_dim,
         arch=f"sm_{properties.major}{properties.minor}",
         shared_limit=properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]

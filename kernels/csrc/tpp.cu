@@ -1,9 +1,12 @@
-// Two-phase partition attention on CUDA: K1 segment, K2 merge, K3 append. Compiled once per head dim and dtype by
+// Two-phase partition attention on CUDA: K1 segment, K2 merge, K3 append. Compiled once per head dim and dtypes by
 // cuda_module.py (NVRTC or nvcc), and by g++ with a shim of the hardware for the tests (TPP_HOST).
 //
 // A *unit* of K1 is a row tile of one item under one KV head. Rows are (query token, head of the group) pairs, 16 to a
 // warp. A *team* of 1, 2 or 4 warps shares the K and V tiles of a unit; the warps of a block form as many teams as fit.
 // A row's arithmetic is the same in every team size and tile, so that results do not depend on who shares an item.
+//
+// T is the type of queries and products, KV that of the pool: T, or E4m3, whose tiles are widened to T in shared memory.
+// Scales of chunks multiply logits and weights, so that widening is exact.
 #ifdef TPP_HOST
 #include <cuda_host_shim.h>
 #else
@@ -16,13 +19,15 @@ struct Params {
   const int* plan;     // Header, then the arrays it points to
   const void* q;       // [T, H, D]; K3: k and v of [T, G, D] are `q` and `v_new`
   const void* v_new;
-  void* k_pool;        // [S, G, C, D]
+  void* k_pool;        // [S, G, C, D] of KV
   void* v_pool;
   void* out;           // [T, H, D]
   float* partial_out;  // [P, H, D], normalised
   float* partial_lse_log2;    // [P, H]
   const float* alibi_slopes;  // [H] or null
   const float* sinks;         // [H] or null
+  float* k_scale;             // [S, G] of an E4m3 pool
+  float* v_scale;
   i64 q_token_stride;
   i64 q_head_stride;
   i64 v_token_stride;
@@ -34,7 +39,7 @@ struct Params {
   int num_kv_heads;
   int chunk_size;
 };
-static_assert(sizeof(Params) == 14 * 8 + 6 * 4, "Params in cuda_tpp.py has the same size");
+static_assert(sizeof(Params) == 16 * 8 + 6 * 4, "Params in cuda_tpp.py has the same size");
 
 // What a plan looks like on the device; device_plan in cuda_tpp.py. `at_*` are offsets from the header, in ints.
 struct Header {
@@ -57,6 +62,11 @@ struct Header {
 
 namespace tpp {
 
+template <class A, class B>
+constexpr bool kSame = false;
+template <class A>
+constexpr bool kSame<A, A> = true;
+
 // Logits of the sink and the keys, both in base 2, become weights of a normalised output.
 __device__ inline float sink_weight(float lse_log2, float sink_log2) {
   const float top = lse_log2 > sink_log2 ? lse_log2 : sink_log2;
@@ -66,26 +76,36 @@ __device__ inline float sink_weight(float lse_log2, float sink_log2) {
 }
 
 // kSharedLimit: bytes of shared memory that a block may have.
-template <class T, int D, int kSharedLimit>
+template <class T, class KV, int D, int kSharedLimit>
 struct Segment {
   static_assert(D % 16 == 0 && D <= 256, "head dim");
+  static constexpr bool kWidens = !kSame<T, KV>;
   // Keys per step of the online softmax; two steps of four teams fit the 163 KiB of sm_80.
   static constexpr int kKeys = sizeof(T) == 2 ? (D <= 128 ? 32 : 16) : (D <= 64 ? 16 : 8);
   // Chunks are multiples of 16 tokens, so that many keys lie side by side.
   static constexpr int kRun = kKeys < 16 ? kKeys : 16;
   using Product = Products<T, D, kKeys>;
   static constexpr int kStride = Product::kStride;
-  static constexpr int kVector = 16 / sizeof(T);
-  static constexpr int kStageElements = 2 * kKeys * kStride;
+  static constexpr int kVector = 16 / sizeof(KV);
+  static constexpr int kStageStride = kWidens ? D : kStride;
+  static constexpr int kStageElements = 2 * kKeys * kStageStride;
+  // The tile that a stage is widened to, and scales: [stages][runs][K, V].
+  static constexpr int kTileBytes = kWidens ? 2 * kKeys * kStride * static_cast<int>(sizeof(T)) : 0;
+  static constexpr int kScaleBytes = kWidens ? 64 : 0;
   __device__ static constexpr int shared_bytes(int warps, int stages) {
-    return warps * (stages * kStageElements * static_cast<int>(sizeof(T)) + Product::kQueryBytes);
+    return warps * (stages * kStageElements * static_cast<int>(sizeof(KV)) + kTileBytes + kScaleBytes +
+                    Product::kQueryBytes);
   }
   static constexpr int kWarps = shared_bytes(4, 2) <= kSharedLimit ? 4 : 2;
   static constexpr int kThreads = kWarps * kLanes;
+  // Blocks whose registers a multiprocessor has room for; more would spill.
+  static constexpr int kBlocks = D <= 80 ? 3 : 1;
   // A third stage where a second block would not fit the multiprocessor anyway.
   static constexpr int kStages =
       2 * shared_bytes(kWarps, 2) > kSharedLimit && shared_bytes(kWarps, 3) <= kSharedLimit ? 3 : 2;
-  static constexpr int kTeamBytes = kStages * kStageElements * static_cast<int>(sizeof(T));
+  static constexpr int kRingBytes = kStages * kStageElements * static_cast<int>(sizeof(KV));
+  static constexpr int kTeamBytes = kRingBytes + kTileBytes + kScaleBytes;
+  static_assert(kStages * (kKeys / kRun) * 8 <= 64, "scales");
   static constexpr int kSharedBytes = shared_bytes(kWarps, kStages);
   static_assert(kSharedBytes <= kSharedLimit, "a block does not fit shared memory");
 
@@ -159,9 +179,13 @@ struct Segment {
       rows[i].slope_log2 = p.alibi_slopes ? p.alibi_slopes[rows[i].head] * kLog2e : 0.0f;
     }
 
-    T* ring = reinterpret_cast<T*>(shared + team * team_warps * kTeamBytes);
+    unsigned char* team_memory = shared + team * team_warps * kTeamBytes;
+    KV* ring = reinterpret_cast<KV*>(team_memory);
+    T* tile = reinterpret_cast<T*>(team_memory + kRingBytes);
+    float* scales = reinterpret_cast<float*>(team_memory + kRingBytes + kTileBytes);
     unsigned char* scratch = shared + kWarps * kTeamBytes + warp * Product::kQueryBytes;
-    Loader loader{p, slots, kv_head, kv_len, lane, team_thread, team_warps * kLanes, -1, 0};
+    const int num_threads = team_warps * kLanes;
+    Loader loader{p, slots, kv_head, first_key, kv_len, lane, team_thread, num_threads, -1, 0, 1.0f, 1.0f};
 
     Product product;
     product.load_q(static_cast<const T*>(p.q), p.q_token_stride, p.q_head_stride, rows, scratch, lane);
@@ -170,7 +194,9 @@ struct Segment {
     float total[2] = {0.0f, 0.0f};  // of this thread's keys
 
     for (int stage = 0; stage < kStages - 1; ++stage) {
-      if (first_step + stage < end_step) loader.load(ring + stage * kStageElements, (first_step + stage) * kKeys);
+      if (first_step + stage < end_step) {
+        loader.load(ring + stage * kStageElements, scales + stage * kStageScales, (first_step + stage) * kKeys);
+      }
       copy_async_commit();
     }
     int stage = 0;
@@ -179,17 +205,28 @@ struct Segment {
       team_sync(team, team_warps);  // all have this step's tiles, and are done with those of the step before
       const int ahead = step + kStages - 1;
       const int free_stage = stage == 0 ? kStages - 1 : stage - 1;
-      if (ahead < end_step) loader.load(ring + free_stage * kStageElements, ahead * kKeys);
+      if (ahead < end_step) {
+        loader.load(ring + free_stage * kStageElements, scales + free_stage * kStageScales, ahead * kKeys);
+      }
       copy_async_commit();
+      const T* k_tile;
+      if constexpr (kWidens) {
+        widen(tile, ring + stage * kStageElements, team_thread, num_threads);
+        team_sync(team, team_warps);  // a whole tile
+        k_tile = tile;
+      } else {
+        k_tile = ring + stage * kStageElements;
+      }
       if (has_rows) {
-        const T* k_tile = ring + stage * kStageElements;
         float s[kKeys / 8][4] = {};
         product.logits(s, k_tile, lane);
+        if constexpr (kWidens) scale_keys(s, scales + stage * kStageScales);
         const int begin = kv_begin + step * kKeys;
         const bool all_visible = step * kKeys + kKeys <= kv_len && begin + kKeys - 1 <= low &&
                                  (p.window == 0 || begin > high - p.window);
         finish_logits(p, s, rows, begin, kv_begin + kv_len, all_visible, lane);
         add_step(s, o, top, total);
+        if constexpr (kWidens) scale_keys(s, scales + stage * kStageScales + 1);
         product.add_values(o, s, k_tile + kKeys * kStride, scratch, lane);
       }
       stage = stage + 1 == kStages ? 0 : stage + 1;
@@ -198,40 +235,83 @@ struct Segment {
     if (has_rows) write(p, plan[header.at_item_partial + item], q_begin, rows, o, top, total, lane);
   }
 
-  // Copies the keys and values of one step; slots are read 32 at a time, one per lane.
+  static constexpr int kStageScales = 2 * (kKeys / kRun);
+
+  // Keys and values of a stage as T; two values at a time, as a 32-bit word for the 16-bit types.
+  __device__ static void widen(T* tile, const KV* stage, int thread, int num_threads) {
+    constexpr int kRowWords = D / 4;
+    const u32* words = reinterpret_cast<const u32*>(stage);
+    for (int i = thread; i < 2 * kKeys * kRowWords; i += num_threads) {
+      const int row = i / kRowWords;
+      T* to = tile + row * kStride + (i - row * kRowWords) * 4;
+      const u32 word = words[i];
+      Product::store2(to, e4m3_to_float(word & 0xffu), e4m3_to_float(word >> 8 & 0xffu));
+      Product::store2(to + 2, e4m3_to_float(word >> 16 & 0xffu), e4m3_to_float(word >> 24));
+    }
+  }
+
+  // Logits or weights, times every second one of these scales, by runs of keys.
+  __device__ static void scale_keys(float (&s)[kKeys / 8][4], const float* scales) {
+#pragma unroll
+    for (int n = 0; n < kKeys / 8; ++n) {
+      const float scale = scales[n * 8 / kRun * 2];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) s[n][i] *= scale;
+    }
+  }
+
+  // Copies the keys and values of one step, zeros for those before first_key and past kv_len, which may be NaN. Slots
+  // and scales are read 32 at a time, one per lane.
   struct Loader {
     const Params& p;
     const int* slots;
     int kv_head;
+    int first_key;
     int kv_len;
     int lane;
     int thread;
     int num_threads;
     int held_from;  // -1: none yet
     int held;
+    float held_k_scale;
+    float held_v_scale;
 
-    __device__ void load(T* stage, int first_key) {
-      const T* k_pool = static_cast<const T*>(p.k_pool);
-      const T* v_pool = static_cast<const T*>(p.v_pool);
+    __device__ void load(KV* stage, [[maybe_unused]] float* scales, int step_key) {
+      const KV* k_pool = static_cast<const KV*>(p.k_pool);
+      const KV* v_pool = static_cast<const KV*>(p.v_pool);
 #pragma unroll
       for (int run = 0; run < kKeys; run += kRun) {
-        const int key = first_key + run;
+        const int key = step_key + run;
         const int chunk = key / p.chunk_size;
         const int num_chunks = (kv_len + p.chunk_size - 1) / p.chunk_size;
         if (held_from < 0 || chunk >= held_from + kLanes) {
           held_from = chunk;
           held = chunk + lane < num_chunks ? slots[chunk + lane] : 0;
+          if constexpr (kWidens) {
+            const i64 of_chunk = static_cast<i64>(held) * p.num_kv_heads + kv_head;
+            held_k_scale = p.k_scale[of_chunk];
+            held_v_scale = p.v_scale[of_chunk];
+          }
         }
         const i64 slot = shuffle(held, (chunk - held_from) % kLanes);
         const i64 at = ((slot * p.num_kv_heads + kv_head) * p.chunk_size + key % p.chunk_size) * D;
+        if constexpr (kWidens) {
+          const float k_scale = shuffle(held_k_scale, (chunk - held_from) % kLanes);
+          const float v_scale = shuffle(held_v_scale, (chunk - held_from) % kLanes);
+          const bool seen = key < kv_len && key + kRun > first_key;  // or its chunk may hold no scale
+          if (thread == 0) {
+            scales[run / kRun * 2] = seen ? k_scale : 0.0f;
+            scales[run / kRun * 2 + 1] = seen ? v_scale : 0.0f;
+          }
+        }
         constexpr int kRowVectors = D / kVector;
         for (int i = thread; i < kRun * kRowVectors; i += num_threads) {
           const int row = i / kRowVectors;
-          const bool valid = key + row < kv_len;
+          const bool valid = key + row >= first_key && key + row < kv_len;
           const i64 from = valid ? at + i * kVector : 0;
-          T* to = stage + (run + row) * kStride + (i - row * kRowVectors) * kVector;
+          KV* to = stage + (run + row) * kStageStride + (i - row * kRowVectors) * kVector;
           copy_async16(to, k_pool + from, valid);
-          copy_async16(to + kKeys * kStride, v_pool + from, valid);
+          copy_async16(to + kKeys * kStageStride, v_pool + from, valid);
         }
       }
     }
@@ -399,16 +479,25 @@ struct Merge {
 };
 
 // K3: rows of k and v to their places in the pool. Source rows are aligned to 16 bytes.
-template <class T, int D>
+template <class T, class KV, int D>
 struct Append {
   static constexpr int kThreads = 128;
-  static constexpr int kVector = 16 / sizeof(T);
 
   __device__ static void run(const Params& p) {
+    if constexpr (kSame<T, KV>) {
+      copy(p);
+    } else {
+      narrow(p);
+    }
+  }
+
+ private:
+  __device__ static void copy(const Params& p) {
     struct alignas(16) Vector {
       u32 words[4];
     };
     const Header& header = *reinterpret_cast<const Header*>(p.plan);
+    constexpr int kVector = 16 / sizeof(T);
     constexpr int kRowVectors = D / kVector;
     const i64 num_vectors = static_cast<i64>(header.num_rows) * p.num_kv_heads * kRowVectors;
     const i64 first = static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x;
@@ -426,25 +515,76 @@ struct Append {
       *reinterpret_cast<Vector*>(static_cast<T*>(p.v_pool) + to) = *reinterpret_cast<const Vector*>(v);
     }
   }
+
+  // To e4m3, a warp for each (token, KV head). The scale is that of the chunk's first token, which is a row of this step
+  // or has stored it.
+  __device__ static void narrow(const Params& p) {
+    const Header& header = *reinterpret_cast<const Header*>(p.plan);
+    const int* write_slot = p.plan + header.at_write_slot;
+    const int* write_offset = p.plan + header.at_write_offset;
+    const int lane = static_cast<int>(threadIdx.x) % kLanes;
+    const int warps = static_cast<int>(gridDim.x) * (kThreads / kLanes);
+    const int first_warp = static_cast<int>(blockIdx.x) * (kThreads / kLanes) + static_cast<int>(threadIdx.x) / kLanes;
+    const i64 num_tasks = static_cast<i64>(header.num_rows) * p.num_kv_heads;
+    for (i64 task = first_warp; task < num_tasks; task += warps) {
+      const int head = static_cast<int>(task % p.num_kv_heads);
+      const int token = static_cast<int>(task / p.num_kv_heads);
+      const i64 slot = write_slot[token];
+      if (slot < 0) continue;
+      const int offset = write_offset[token];
+      const int opener = token - offset;
+      const bool is_here = opener >= 0 && write_slot[opener] == slot && write_offset[opener] == 0;
+      const i64 of_chunk = slot * p.num_kv_heads + head;
+      const i64 to = (of_chunk * p.chunk_size + offset) * D;
+      const T* k = static_cast<const T*>(p.q) + head * p.q_head_stride;
+      const T* v = static_cast<const T*>(p.v_new) + head * p.v_head_stride;
+      narrow_row(k + token * p.q_token_stride, k + opener * p.q_token_stride, is_here, offset == 0, p.k_scale + of_chunk,
+                 static_cast<unsigned char*>(p.k_pool) + to, lane);
+      narrow_row(v + token * p.v_token_stride, v + opener * p.v_token_stride, is_here, offset == 0, p.v_scale + of_chunk,
+                 static_cast<unsigned char*>(p.v_pool) + to, lane);
+    }
+  }
+
+  __device__ static void narrow_row(const T* row, const T* opener, bool is_here, bool opens, float* scale_at,
+                                    unsigned char* to, int lane) {
+    float scale;
+    if (is_here) {
+      float top = 0.0f;
+      for (int d = lane; d < D; d += kLanes) top = fmaxf(top, fabsf(value_of(opener[d])));
+      for (int mask = 16; mask > 0; mask /= 2) top = fmaxf(top, shuffle_xor(top, mask));
+      scale = first_token_scale(top);
+    } else {
+      scale = *scale_at;
+    }
+    if (opens && lane == 0) *scale_at = scale;
+    for (int d = lane * 4; d < D; d += kLanes * 4) {
+      u32 word = 0;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) word |= float_to_e4m3(value_of(row[d + i]) / scale) << 8 * i;
+      *reinterpret_cast<u32*>(to + d) = word;
+    }
+  }
 };
 
 }  // namespace tpp
 
 #ifndef TPP_HOST
-// TPP_VALUE, TPP_HEAD_DIM and TPP_SHARED_LIMIT come from the command line.
+// TPP_VALUE, TPP_KV_VALUE, TPP_HEAD_DIM and TPP_SHARED_LIMIT come from the command line.
 using Value = TPP_VALUE;
-using SegmentKernel = tpp::Segment<Value, TPP_HEAD_DIM, TPP_SHARED_LIMIT>;
+using KvValue = TPP_KV_VALUE;
+using SegmentKernel = tpp::Segment<Value, KvValue, TPP_HEAD_DIM, TPP_SHARED_LIMIT>;
 
 // Read by the host: threads per block and bytes of dynamic shared memory of tpp_segment.
 extern "C" __device__ const int tpp_segment_shape[2] = {SegmentKernel::kThreads, SegmentKernel::kSharedBytes};
 
-extern "C" __global__ void __launch_bounds__(SegmentKernel::kThreads, 1) tpp_segment(const __grid_constant__ Params p) {
+extern "C" __global__ void
+    __launch_bounds__(SegmentKernel::kThreads, SegmentKernel::kBlocks) tpp_segment(const __grid_constant__ Params p) {
   SegmentKernel::run(p);
 }
 extern "C" __global__ void __launch_bounds__(128) tpp_merge(const __grid_constant__ Params p) {
   tpp::Merge<Value, TPP_HEAD_DIM>::run(p);
 }
 extern "C" __global__ void __launch_bounds__(128) tpp_append(const __grid_constant__ Params p) {
-  tpp::Append<Value, TPP_HEAD_DIM>::run(p);
+  tpp::Append<Value, KvValue, TPP_HEAD_DIM>::run(p);
 }
 #endif

@@ -16,7 +16,21 @@ struct Bfloat {
   u16 bits;
 };
 
-__device__ inline float minus_infinity() { return __int_as_float(static_cast<int>(0xff800000u)); }
+// What a pool of fp8 holds; its values are these times the scale of their chunk and KV head.
+struct E4m3 {
+  unsigned char bits;
+};
+
+__device__ inline float float_of(u32 bits) { return __int_as_float(static_cast<int>(bits)); }
+__device__ inline u32 bits_of(float x) { return static_cast<u32>(__float_as_int(x)); }
+__device__ inline float minus_infinity() { return float_of(0xff800000u); }
+
+__device__ inline float to_float(Half, u16 bits) {
+  float out;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(out) : "h"(bits));
+  return out;
+}
+__device__ inline float to_float(Bfloat, u16 bits) { return float_of(static_cast<u32>(bits) << 16); }
 
 // Two floats, rounded to nearest even; `low` in the lower half.
 __device__ inline u32 pack2(Half, float low, float high) {

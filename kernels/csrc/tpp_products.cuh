@@ -17,6 +17,34 @@ struct Row {
   float slope_log2;
 };
 
+__device__ inline float value_of(float x) { return x; }
+template <class T>
+__device__ inline float value_of(T x) {
+  return to_float(T{}, x.bits);
+}
+
+// e4m3 numbers, exactly; compute capability 8.0 has no instruction for it. Its exponent in the place of a float's is the
+// value divided by 2^120, denormals included.
+__device__ inline float e4m3_to_float(u32 byte) {
+  return float_of((byte & 0x80u) << 24 | (byte & 0x7fu) << 20) * 0x1p120f;
+}
+
+// To the nearest e4m3 number, to even on ties; what is larger than 448 becomes 448.
+__device__ inline u32 float_to_e4m3(float x) {
+  const float size = fminf(fabsf(x), 448.0f);
+  // Below 2^-6 numbers are multiples of 2^-9; adding 1.5 * 2^23 leaves the nearest integer in the low bits.
+  const u32 small = bits_of(size * 512.0f + 12582912.0f) & 0xfu;
+  const u32 wide = bits_of(size);
+  const u32 large = ((wide + 0x7ffffu + (wide >> 20 & 1u)) >> 20) - 960u;
+  return (size < 0.015625f ? small : large) | (bits_of(x) >> 24 & 0x80u);
+}
+
+// The scale of a chunk whose first token has this largest value: LayerKV in dispatch.py.
+__device__ inline float first_token_scale(float top) {
+  const int exponent = top == 0.0f ? 127 : static_cast<int>(bits_of(top) >> 23);
+  return float_of(static_cast<u32>(min(max(exponent - 1, 27), 227)) << 23);
+}
+
 // By tensor cores, for 16-bit values.
 template <class T, int D, int kKeys>
 struct Products {

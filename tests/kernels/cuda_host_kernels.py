@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from chunkserve.kernels.cuda_module import KERNELS, SOURCE_FOLDER, SOURCES
-from chunkserve.kernels.dispatch import AttentionProblem
+from chunkserve.kernels.dispatch import FP8, AttentionProblem
 
 from ..file_lock import locked  # noqa: TID252
 
 HOST_FOLDER = Path(__file__).parent / "cuda_host"
-VALUES = {torch.float16: "Half", torch.bfloat16: "Bfloat", torch.float32: "float"}
+VALUES = {torch.float16: "Half", torch.bfloat16: "Bfloat", torch.float32: "float", FP8: "E4m3"}
 # Bytes of shared memory that a block may have.
 SM_80, SM_86, SM_90 = 166912, 101376, 232448
 SANITIZERS = ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g1")
@@ -84,8 +84,8 @@ def host_loader(
         command = [
             *("g++", "-std=c++20", "-O2", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-clobbered"),
             *("-shared", "-fPIC", f"-I{HOST_FOLDER}"),
-            *(f"-DTPP_VALUE={VALUES[problem.dtype]}", f"-DTPP_HEAD_DIM={problem.head_dim}"),
-            f"-DTPP_SHARED_LIMIT={shared_limit}",
+            *(f"-DTPP_VALUE={VALUES[problem.dtype]}", f"-DTPP_KV_VALUE={VALUES[problem.kv_dtype]}"),
+            *(f"-DTPP_HEAD_DIM={problem.head_dim}", f"-DTPP_SHARED_LIMIT={shared_limit}"),
             *flags,
         ]
         inputs = [*sources.values(), *(p.read_text() for p in sorted(HOST_FOLDER.iterdir())), *command]

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from chunkserve.kernels.cuda_tpp import CudaBackend
-from chunkserve.kernels.dispatch import AttentionProblem
+from chunkserve.kernels.dispatch import FP8, AttentionProblem
 from chunkserve.kernels.plan import PlanOptions
 from chunkserve.kernels.reference import TOLERANCE, oracle
 
@@ -17,15 +17,16 @@ from .cuda_host_kernels import SANITIZERS, SM_80, SM_86, host_loader
 def main(folder: Path, *, beyond_the_pool: bool) -> None:
     """Prints a line per case; with `beyond_the_pool` reads a slot that is not there."""
     half, single = torch.float16, torch.float32
-    for dtype, d, heads, window, limit in [
-        (half, 80, (7, 1), None, SM_80),
-        (half, 80, (4, 4), 19, SM_80),
-        (single, 64, (3, 1), 40, SM_86),
+    for dtype, kv_dtype, d, heads, window, limit in [
+        (half, half, 80, (7, 1), None, SM_80),
+        (half, half, 80, (4, 4), 19, SM_80),
+        (half, FP8, 80, (4, 4), 19, SM_80),
+        (single, single, 64, (3, 1), 40, SM_86),
     ]:
         problem = AttentionProblem(
             device="cpu",
             dtype=dtype,
-            kv_dtype=dtype,
+            kv_dtype=kv_dtype,
             num_heads=heads[0],
             num_kv_heads=heads[1],
             head_dim=d,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from chunkserve.kernels.cuda_tpp import CudaBackend
-from chunkserve.kernels.dispatch import AttentionProblem
+from chunkserve.kernels.dispatch import FP8, AttentionProblem
 from chunkserve.kernels.reference import TOLERANCE, oracle
 
 from .attention_case import fill, random_q, tree_case, worst_error
@@ -23,22 +23,35 @@ MUTATIONS = [
     pytest.param("team_sync(team, team_warps);  // all", "// all", id="no barrier before the tiles are read"),
     pytest.param("team_sync(team, team_warps);  // the", "// the", id="no barrier before the next unit"),
     pytest.param(
-        "copy_async16(to + kKeys * kStride, v_pool + from, valid);",
-        "copy_async16(to + kKeys * kStride, v_pool + at + i * kVector, true);",
+        "copy_async16(to + kKeys * kStageStride, v_pool + from, valid);",
+        "copy_async16(to + kKeys * kStageStride, v_pool + at + i * kVector, true);",
         id="values after the last key",
     ),
     pytest.param("mma(T{}, s[2 * n], a, b[0], b[1]);", "mma(T{}, s[2 * n], a, b[0], b[2]);", id="wrong fragment"),
     pytest.param("const i64 slot = shuffle(held,", "const i64 slot = shuffle(0 * lane + held,", id="nothing wrong"),
 ]
+FP8_MUTATIONS = [
+    pytest.param(
+        "team_sync(team, team_warps);  // a whole", "// a whole", id="no barrier before the wide tile is read"
+    ),
+    pytest.param("scales[n * 8 / kRun * 2]", "scales[0]", id="one scale for all chunks of a step"),
+    pytest.param("seen ? v_scale : 0.0f", "0 * lane == 0 && seen ? v_scale : 0.0f", id="nothing wrong"),
+]
 
 
-@pytest.mark.parametrize(("right", "wrong"), MUTATIONS)
-def test_mutations_are_seen(folder: Path, request: pytest.FixtureRequest, right: str, wrong: str):
+@pytest.mark.parametrize(
+    ("right", "wrong", "kv_dtype"),
+    [pytest.param(*one.values, dtype, id=f"{one.id}, {dtype}") for dtype, mutations in
+     ((torch.float16, MUTATIONS), (FP8, FP8_MUTATIONS)) for one in mutations],
+)  # fmt: skip
+def test_mutations_are_seen(
+    folder: Path, request: pytest.FixtureRequest, right: str, wrong: str, kv_dtype: torch.dtype
+):
     backend = CudaBackend(load=host_loader(folder, mutation=(right, wrong), num_blocks=1))
     problem = AttentionProblem(
         device="cpu",
         dtype=torch.float16,
-        kv_dtype=torch.float16,
+        kv_dtype=kv_dtype,
         num_heads=14,
         num_kv_heads=2,
         head_dim=64,
@@ -71,7 +84,7 @@ def _run_sanitized(folder: Path, *arguments: str) -> subprocess.CompletedProcess
 def test_sanitizers_find_nothing(folder: Path):
     run = _run_sanitized(folder)
     assert run.returncode == 0, run.stderr[-5000:]
-    assert run.stdout.count("right") == 3
+    assert run.stdout.count("right") == 4
 
 
 def test_sanitizers_are_at_work(folder: Path):

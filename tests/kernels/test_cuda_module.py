@@ -27,7 +27,7 @@ from chunkserve.kernels.cuda_module import (
 from .cuda_host_kernels import HOST_FOLDER, SM_80, SM_90
 
 needs_nvcc = pytest.mark.skipif(find_nvcc() is None, reason="nvcc is not found")
-BUILD = Build(value="Half", head_dim=64, arch="sm_80", shared_limit=SM_80)
+BUILD = Build(value="Half", kv_value="Half", head_dim=64, arch="sm_80", shared_limit=SM_80)
 
 
 def _usage(build: Build, tmp_path: Path) -> dict[str, tuple[int, int, int]]:
@@ -54,21 +54,25 @@ def _usage(build: Build, tmp_path: Path) -> dict[str, tuple[int, int, int]]:
 
 # The largest head dim of each use of registers and shared memory (tpp.cu, Segment), and the common ones.
 INSTANTIATIONS = [
-    *(("Half", d) for d in (64, 80, 128, 192, 256)),
-    ("Bfloat", 128),
-    *(("float", d) for d in (64, 128, 256)),
+    *(("Half", "Half", d) for d in (64, 80, 128, 192, 256)),
+    ("Bfloat", "Bfloat", 128),
+    *(("float", "float", d) for d in (64, 128, 256)),
+    *(("Half", "E4m3", d) for d in (80, 128, 256)),
+    ("Bfloat", "E4m3", 128),
+    ("float", "E4m3", 128),
 ]
 
 
 @needs_nvcc
 @pytest.mark.parametrize(("arch", "limit"), [("sm_80", SM_80), ("sm_90", SM_90)])
 @pytest.mark.parametrize(
-    ("value", "head_dim"),
-    [pytest.param(v, d, marks=[] if (v, d) == ("Half", 128) else pytest.mark.slow) for v, d in INSTANTIATIONS],
+    ("value", "kv_value", "head_dim"),
+    [pytest.param(*one, marks=[] if one == ("Half", "Half", 128) else pytest.mark.slow) for one in INSTANTIATIONS],
 )
-def test_nothing_spills(tmp_path: Path, arch: str, limit: int, value: str, head_dim: int):
+def test_nothing_spills(tmp_path: Path, arch: str, limit: int, value: str, kv_value: str, head_dim: int):
     """Shared memory is a static_assert of the source."""
-    usage = _usage(Build(value=value, head_dim=head_dim, arch=arch, shared_limit=limit), tmp_path)
+    build = Build(value=value, kv_value=kv_value, head_dim=head_dim, arch=arch, shared_limit=limit)
+    usage = _usage(build, tmp_path)
     assert all(stack == spills == 0 for _, stack, spills in usage.values()), usage
     # A multiprocessor has 65536 registers: three blocks of 128 threads at the small head dims, two above.
     assert usage["tpp_segment"][0] <= (168 if head_dim <= 80 else 255)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from chunkserve.kernels import cuda_tpp
 from chunkserve.kernels.cuda_tpp import CudaBackend, device_plan
-from chunkserve.kernels.dispatch import AttentionProblem, BackendError, LayerKV, get_backend
+from chunkserve.kernels.dispatch import FP8, AttentionProblem, BackendError, LayerKV, get_backend, select_backend
 from chunkserve.kernels.plan import PlanOptions, build_plan
 from chunkserve.kernels.reference import TOLERANCE, oracle
 
@@ -38,11 +38,12 @@ def _problem(
     c: int = 16,
     window: int | None = None,
     softcap: float | None = None,
+    kv_dtype: torch.dtype | None = None,
 ) -> AttentionProblem:
     return AttentionProblem(
         device="cpu",
         dtype=dtype,
-        kv_dtype=dtype,
+        kv_dtype=kv_dtype or dtype,
         num_heads=heads[0],
         num_kv_heads=heads[1],
         head_dim=d,
@@ -165,7 +166,7 @@ def _cases(draw: st.DrawFn) -> Case:
 @given(
     _cases(),
     st.sampled_from([None, PlanOptions(num_workers=6, min_split_tokens=16), PlanOptions(fixed_split_tokens=32)]),
-    st.sampled_from(DTYPES),
+    st.sampled_from([*((d, None) for d in DTYPES), (HALF, FP8), (FLOAT, FP8)]),
     st.sampled_from([(1, 1), (4, 4), (9, 3), (7, 1), (5, 1)]),
     st.sampled_from([None, 3, 33]),
 )
@@ -173,11 +174,61 @@ def test_random_trees(
     backend: CudaBackend,
     case: Case,
     options: PlanOptions | None,
-    dtype: torch.dtype,
+    dtypes: tuple[torch.dtype, torch.dtype | None],
     heads: tuple[int, int],
     window: int | None,
 ):
-    _check(backend, _problem(dtype, heads, window=window), case, options)
+    _check(backend, _problem(dtypes[0], heads, window=window, kv_dtype=dtypes[1]), case, options)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "d", "c"),
+    [
+        (HALF, 64, 16),
+        (FLOAT, 64, 48),
+        pytest.param(BFLOAT, 80, 64, marks=_slow),
+        pytest.param(HALF, 256, 16, marks=_slow),
+        pytest.param(FLOAT, 256, 32, marks=_slow),
+    ],
+)
+def test_fp8_attends_to_what_it_holds(backend: CudaBackend, dtype: torch.dtype, d: int, c: int):
+    case = tree_case([(1, 2), (2, 1)], [0, 5, c, 2 * c + 1], [1, 3, 30], chunk_size=c)
+    _check(backend, _problem(dtype, d=d, c=c, kv_dtype=FP8), case, PlanOptions(num_workers=4, min_split_tokens=16))
+    masked = _problem(dtype, d=d, c=c, window=20, softcap=3.0, kv_dtype=FP8)
+    _check(backend, masked, case, alibi_slopes=torch.linspace(0.1, 0.6, 6), sinks=torch.linspace(-2, 2, 6))
+
+
+def test_fp8_append_rounds_and_scales_as_the_reference(backend: CudaBackend):
+    problem = _problem(HALF, kv_dtype=FP8)
+    case = tree_case([(1, 1)], [5, 20], chunk_size=16)
+    longer = dataclasses.replace(case, kv_lens=[n + 1 for n in case.kv_lens])
+    pools = []
+    for one in (backend, select_backend(problem, "reference")):
+        kv = one.allocate(problem, case.num_slots)
+        fill(one, kv, case, spread=30.0)
+        # One token more for each, into chunks that have their scale.
+        k, v = (torch.full((2, 2, 64), x).half() for x in (1e4, 0.011))
+        one.append(kv, k, v, longer.plan())
+        one.copy_rows(kv, int(case.paths[0][0]), int(case.paths[1][-1]), 3)
+        pools.append([one.read_chunk(kv, slot) for slot in set(np.concatenate(case.paths).tolist())])
+    for ours, want in zip(*pools, strict=True):
+        for a, b in zip(ours, want, strict=True):
+            assert torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [*((d, d) for d in DTYPES), (HALF, FP8)])
+def test_chunks_that_no_window_reaches_may_be_gone(backend: CudaBackend, dtype: torch.dtype, kv_dtype: torch.dtype):
+    """A step of 32 keys may hold a chunk that is gone beside one that the window begins in."""
+    case = tree_case([(1, 4)], [40, 41, 44], chunk_size=16)
+    kv, q = _filled(backend, _problem(dtype, window=50, kv_dtype=kv_dtype), case)
+    there = _attend(backend, q, kv, case.plan())
+    for path in case.paths:
+        slot = path[2]  # keys 32 to 47; the window of the shortest sequence begins at 54
+        kv.k.view(torch.uint8)[slot] = kv.v.view(torch.uint8)[slot] = 0xFF
+        for scales in (kv.k_scale, kv.v_scale):
+            if scales is not None:
+                scales[slot] = torch.nan
+    assert torch.equal(_attend(backend, q, kv, case.plan()), there)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -191,12 +242,14 @@ def test_unused_memory_does_not_leak(backend: CudaBackend, dtype: torch.dtype):
     assert torch.equal(_attend(backend, q, kv, case.plan()), poisoned)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_deterministic_mode_gives_the_same_bits_alone_and_in_a_batch(backend: CudaBackend, dtype: torch.dtype):
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [*((d, d) for d in DTYPES), (HALF, FP8)])
+def test_deterministic_mode_gives_the_same_bits_alone_and_in_a_batch(
+    backend: CudaBackend, dtype: torch.dtype, kv_dtype: torch.dtype
+):
     """The larger group fills teams of four warps, a sequence alone takes one."""
     options = PlanOptions(fixed_split_tokens=32)
     case = tree_case([(1, 5), (2, 2)], [3, 16, 40, 1, 70, 5], [1, 1, 9], chunk_size=16)
-    kv, q = _filled(backend, _problem(dtype, (7, 1)), case)
+    kv, q = _filled(backend, _problem(dtype, (7, 1), kv_dtype=kv_dtype), case)
     sinks = torch.linspace(-2, 2, 7)
     together = _attend(backend, q, kv, case.plan(options), sinks=sinks)
     unshared = _attend(backend, q, kv, case.plan(dataclasses.replace(options, share=False)), sinks=sinks)

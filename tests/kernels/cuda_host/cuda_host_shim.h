@@ -272,6 +272,12 @@ struct Bfloat {
   u16 bits;
 };
 
+struct E4m3 {
+  unsigned char bits;
+};
+
+inline float float_of(u32 bits) { return std::bit_cast<float>(bits); }
+inline u32 bits_of(float x) { return std::bit_cast<u32>(x); }
 inline float minus_infinity() { return -std::numeric_limits<float>::infinity(); }
 
 inline u16 to_bits(Half, float x) { return std::bit_cast<u16>(static_cast<_Float16>(x)); }

@@ -1,11 +1,13 @@
-// tpp.cu on the host, behind a C interface. TPP_VALUE, TPP_HEAD_DIM and TPP_SHARED_LIMIT come from the command line.
+// tpp.cu on the host, behind a C interface. TPP_VALUE, TPP_KV_VALUE, TPP_HEAD_DIM and TPP_SHARED_LIMIT come from the
+// command line.
 #define TPP_HOST
 #include "tpp.cu"
 
 using Value = TPP_VALUE;
-using SegmentKernel = tpp::Segment<Value, TPP_HEAD_DIM, TPP_SHARED_LIMIT>;
+using KvValue = TPP_KV_VALUE;
+using SegmentKernel = tpp::Segment<Value, KvValue, TPP_HEAD_DIM, TPP_SHARED_LIMIT>;
 using MergeKernel = tpp::Merge<Value, TPP_HEAD_DIM>;
-using AppendKernel = tpp::Append<Value, TPP_HEAD_DIM>;
+using AppendKernel = tpp::Append<Value, KvValue, TPP_HEAD_DIM>;
 
 extern "C" int tpp_host_threads() { return SegmentKernel::kThreads; }
 extern "C" int tpp_host_stages() { return SegmentKernel::kStages; }
