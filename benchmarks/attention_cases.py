@@ -37,7 +37,7 @@ CHUNK = 64
 DTYPES = (torch.float32, torch.bfloat16)
 RANDOM_SLOTS = 61  # a prime: chunks of one sequence, and the same chunk of two, hold different numbers
 COLD_BYTES = 96 << 20  # reading so much replaces what the caches hold
-MIN_SECONDS = 0.3  # each case is repeated for so long at least
+MIN_SECONDS = 0.3  # each case is repeated for so long at least, unless a benchmark says more
 System = Callable[[], Any]
 
 
@@ -242,12 +242,12 @@ def empty_caches() -> None:
     _probe_buffer()[: COLD_BYTES // 4].sum()
 
 
-def take_turns(systems: dict[str, System], repeats: int) -> Timing:
+def take_turns(systems: dict[str, System], repeats: int, seconds: float = MIN_SECONDS) -> Timing:
     """At least so many turns with cold caches, and more while they are short: a busy machine disturbs those most."""
     times: dict[str, list[float]] = {name: [] for name in systems}
     for system in systems.values():
         system()
-    end = time.perf_counter() + MIN_SECONDS
+    end = time.perf_counter() + seconds
     turns = 0
     while turns < repeats or time.perf_counter() < end:
         for name, system in systems.items():

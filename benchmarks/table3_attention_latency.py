@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from attention_cases import (
+    MIN_SECONDS,
     Limits,
     Pool,
     Setting,
@@ -96,7 +97,14 @@ class TorchBaselines:
 
 
 def run(
-    settings: Sequence[Setting], contexts: Sequence[int], batch: int, repeats: int, *, sdpa: bool, flex: bool
+    settings: Sequence[Setting],
+    contexts: Sequence[int],
+    batch: int,
+    repeats: int,
+    seconds: float,
+    *,
+    sdpa: bool,
+    flex: bool,
 ) -> Iterator[dict[str, Any]]:
     for setting in settings:
         for n_p in contexts:
@@ -114,7 +122,7 @@ def run(
                     systems["sdpa_packed_us"] = baselines.sdpa_packed
                 if compiled:
                     systems["flex_us"] = compiled
-                timing = take_turns(systems, repeats)
+                timing = take_turns(systems, repeats, seconds)
                 yield {
                     **setting.columns,
                     "batch": batch,
@@ -157,6 +165,12 @@ def main() -> None:
     parser.add_argument(
         "--flex", action=argparse.BooleanOptionalAction, help="compile FlexAttention, 10-60 s a context (not --quick)"
     )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=MIN_SECONDS,
+        help="of repeats of each case, at least (%(default)s)",
+    )
     args = parser.parse_args()
     require_matplotlib(args.plot)
     torch.manual_seed(0)
@@ -165,6 +179,7 @@ def main() -> None:
         (1024,) if args.quick else (1024, 2048, 4096),
         32,
         3 if args.quick else 9,
+        args.seconds,
         sdpa=not args.no_sdpa,
         flex=not args.quick if args.flex is None else args.flex,
     )
