@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from chunkserve.kernels.dispatch import AttentionProblem, Backend, LayerKV
+from chunkserve.kernels.dispatch import FP8, AttentionProblem, Backend, LayerKV
 from chunkserve.kernels.plan import AttentionPlan, Int32Array, PlanOptions, build_plan
 
 
@@ -80,7 +80,10 @@ def tree_case(
 
 
 def fill(backend: Backend, kv: LayerKV, case: Case, *, seed: int = 0, poison: bool = True, spread: float = 1.0) -> None:
-    """Write every key of the case through `append`; the rest of the pool is NaN."""
+    """Write every key of the case through `append`; the rest of the pool is NaN.
+
+    In an fp8 pool each (chunk, KV head) is 1 to 8 times smaller than `spread` says, so that its scale is its own.
+    """
     generator = torch.Generator().manual_seed(seed)
     p = kv.problem
     if poison:
@@ -103,6 +106,10 @@ def fill(backend: Backend, kv: LayerKV, case: Case, *, seed: int = 0, poison: bo
         chunk_size=case.chunk_size,
     )
     k, v = (torch.randn(plan.num_rows, p.num_kv_heads, p.head_dim, generator=generator) * spread for _ in range(2))
+    if p.kv_dtype == FP8:
+        lens = torch.tensor(list(tokens.values()))
+        sizes = 0.5 ** torch.randint(4, (2, len(lens), p.num_kv_heads, 1), generator=generator)
+        k, v = (x * size.repeat_interleave(lens, 0) for x, size in zip((k, v), sizes, strict=True))
     backend.append(kv, k.to(p.device, p.dtype), v.to(p.device, p.dtype), plan)
 
 

@@ -37,6 +37,8 @@ def main(folder: Path, *, beyond_the_pool: bool) -> None:
         case = tree_case([(1, 3), (2, 1)], [0, 9, 40, 17], [1, 3, 20], chunk_size=16)
         kv = backend.allocate(problem, case.num_slots)
         fill(backend, kv, case)
+        none = torch.zeros(case.num_rows, heads[1], d, dtype=dtype)
+        backend.append(kv, none, none, case.plan(kv_present=case.kv_lens))  # writes nothing: all slots are -1
         q = random_q(case, problem)
         plan = case.plan(PlanOptions(num_workers=4, min_split_tokens=16))
         if beyond_the_pool:

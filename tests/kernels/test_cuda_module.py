@@ -57,9 +57,9 @@ INSTANTIATIONS = [
     *(("Half", "Half", d) for d in (64, 80, 128, 192, 256)),
     ("Bfloat", "Bfloat", 128),
     *(("float", "float", d) for d in (64, 128, 256)),
-    *(("Half", "E4m3", d) for d in (80, 128, 256)),
+    *(("Half", "E4m3", d) for d in (80, 128, 192, 256)),
     ("Bfloat", "E4m3", 128),
-    ("float", "E4m3", 128),
+    *(("float", "E4m3", d) for d in (128, 256)),
 ]
 
 

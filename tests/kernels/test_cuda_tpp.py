@@ -186,32 +186,44 @@ def test_random_trees(
     [
         (HALF, 64, 16),
         (FLOAT, 64, 48),
+        (HALF, 64, 256),
         pytest.param(BFLOAT, 80, 64, marks=_slow),
+        pytest.param(HALF, 96, 128, marks=_slow),
         pytest.param(HALF, 256, 16, marks=_slow),
         pytest.param(FLOAT, 256, 32, marks=_slow),
     ],
 )
 def test_fp8_attends_to_what_it_holds(backend: CudaBackend, dtype: torch.dtype, d: int, c: int):
-    case = tree_case([(1, 2), (2, 1)], [0, 5, c, 2 * c + 1], [1, 3, 30], chunk_size=c)
-    _check(backend, _problem(dtype, d=d, c=c, kv_dtype=FP8), case, PlanOptions(num_workers=4, min_split_tokens=16))
+    """The longest item has more than 32 chunks of 16: the scales after those are read later."""
+    case = tree_case([(1, 2), (2, 1)], [0, 5, c + 1, 601], [1, 3, 30], chunk_size=c)
+    _check(backend, _problem(dtype, d=d, c=c, kv_dtype=FP8), case)
     masked = _problem(dtype, d=d, c=c, window=20, softcap=3.0, kv_dtype=FP8)
-    _check(backend, masked, case, alibi_slopes=torch.linspace(0.1, 0.6, 6), sinks=torch.linspace(-2, 2, 6))
+    extra = {"alibi_slopes": torch.linspace(0.1, 0.6, 6), "sinks": torch.linspace(-2, 2, 6)}
+    _check(backend, masked, case, PlanOptions(num_workers=4, min_split_tokens=16), **extra)
 
 
-def test_fp8_append_rounds_and_scales_as_the_reference(backend: CudaBackend):
-    problem = _problem(HALF, kv_dtype=FP8)
-    case = tree_case([(1, 1)], [5, 20], chunk_size=16)
-    longer = dataclasses.replace(case, kv_lens=[n + 1 for n in case.kv_lens])
+@pytest.mark.parametrize(
+    ("dtype", "d"),
+    [(HALF, 64), (FLOAT, 64), pytest.param(BFLOAT, 80, marks=_slow), pytest.param(HALF, 256, marks=_slow)],
+)
+def test_fp8_append_rounds_and_scales_as_the_reference(backend: CudaBackend, dtype: torch.dtype, d: int):
+    """Rows that open a chunk, that follow one of another slot, and that open some chunks and fill others."""
+    problem = _problem(dtype, d=d, kv_dtype=FP8)
+    case = tree_case([(1, 1)], [1, 2, 5, 40], [1, 1, 3, 30], chunk_size=16)
+    sizes = torch.logspace(-4, 4, case.num_rows)[:, None, None]  # many are denormal or saturate
+    k = (torch.randn(case.num_rows, 3, 2, d) * sizes[..., None]).to(dtype)[:, 1]
+    v = (torch.randn(case.num_rows, 2, d + 16) * sizes).to(dtype)[..., :d]
+    k[0, 0] = 0.0
+    k[0, 1] = 1e-35  # 0 in fp16
     pools = []
     for one in (backend, select_backend(problem, "reference")):
         kv = one.allocate(problem, case.num_slots)
-        fill(one, kv, case, spread=30.0)
-        # One token more for each, into chunks that have their scale.
-        k, v = (torch.full((2, 2, 64), x).half() for x in (1e4, 0.011))
-        one.append(kv, k, v, longer.plan())
+        fill(one, kv, case)
+        one.append(kv, k, v, case.plan())
         one.copy_rows(kv, int(case.paths[0][0]), int(case.paths[1][-1]), 3)
-        pools.append([one.read_chunk(kv, slot) for slot in set(np.concatenate(case.paths).tolist())])
-    for ours, want in zip(*pools, strict=True):
+        pools.append(kv)
+    for slot in set(np.concatenate(case.paths).tolist()):
+        ours, want = ([*backend.read_chunk(kv, slot), kv.k_scale[slot], kv.v_scale[slot]] for kv in pools)
         for a, b in zip(ours, want, strict=True):
             assert torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
 
@@ -231,13 +243,15 @@ def test_chunks_that_no_window_reaches_may_be_gone(backend: CudaBackend, dtype: 
     assert torch.equal(_attend(backend, q, kv, case.plan()), there)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_unused_memory_does_not_leak(backend: CudaBackend, dtype: torch.dtype):
-    case = tree_case([(1, 2)], [5, 16, 33, 7], [1, 3], chunk_size=16)
-    kv, q = _filled(backend, _problem(dtype), case)
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [*((d, d) for d in DTYPES), (HALF, FP8)])
+def test_unused_memory_does_not_leak(backend: CudaBackend, dtype: torch.dtype, kv_dtype: torch.dtype):
+    case = tree_case([(1, 2)], [5, 16, 33, 7], [1, 3], chunk_size=16, seed=9)
+    assert all(0 not in path for path in case.paths)  # the slot that stands in for chunks past the last
+    kv, q = _filled(backend, _problem(dtype, kv_dtype=kv_dtype), case)
     poisoned = _attend(backend, q, kv, case.plan())
-    for pool in (kv.k, kv.v):
-        pool.nan_to_num_(0.0)
+    for tensor in (kv.k, kv.v, kv.k_scale, kv.v_scale):
+        if tensor is not None:
+            tensor.copy_(tensor.float().nan_to_num(0.0))
     assert not poisoned.isnan().any()
     assert torch.equal(_attend(backend, q, kv, case.plan()), poisoned)
 
