@@ -12,13 +12,13 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.console import Console
 from rich.table import Table
 from rows import write_rows
 from server_load import OURS, check, load, seed_of
 
 from chunkserve.deploy.bench import BenchSettings
+from chunkserve.deploy.launcher import assigned_knobs
 from chunkserve.deploy.local_server import LocalServer, local_server
 
 # Shared tokens, new tokens, concurrency.
@@ -64,8 +64,7 @@ def main() -> None:
 
     rows = []
     cases = list(itertools.product(args.shared_tokens, args.new_tokens, args.concurrency))
-    knobs = {name: yaml.safe_load(value) for name, value in (knob.split("=", 1) for knob in args.knobs)}
-    with local_server({"max_sequence_tokens": 4096, **knobs}) as ours:
+    with local_server({"max_sequence_tokens": 4096, **assigned_knobs(args.knobs)}) as ours:
         servers = {OURS: ours.url, **peers}
         for label, url in servers.items():
             check(label, url)

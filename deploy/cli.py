@@ -3,10 +3,9 @@
 import asyncio
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
-import yaml
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -15,7 +14,7 @@ from rich.text import Text
 from .bench import BenchError, BenchResult, BenchSettings, run_bench
 from .config import DEFAULT_FILE, ConfigError
 from .doctor import examine, rendered
-from .launcher import run_blocking
+from .launcher import assigned_knobs, run_blocking
 from .small_model import SmallModelError
 from .top import TopError, fetch, frame, watch
 
@@ -45,8 +44,8 @@ def serve(
 ) -> None:
     """Serve a model over HTTP until interrupted. Options replace values of the file."""
     overrides = {"host": host, "port": port, "model": model, "num_replicas": num_replicas}
-    overrides = {name: value for name, value in overrides.items() if value is not None} | _knobs(set_ or [])
     try:
+        overrides = {name: value for name, value in overrides.items() if value is not None} | assigned_knobs(set_ or [])
         status = run_blocking(config, overrides, typer.echo, until_stdin_closes=until_stdin_closes)
     except (ConfigError, SmallModelError) as error:
         raise _refusal(str(error)) from None
@@ -158,16 +157,6 @@ def _bench_table(result: BenchResult) -> Table:
 
 def _figure(value: float | None) -> str:
     return "-" if value is None else f"{value:,.1f}"
-
-
-def _knobs(assignments: list[str]) -> dict[str, Any]:
-    knobs = {}
-    for assignment in assignments:
-        knob, equals, value = assignment.partition("=")
-        if not equals:
-            raise _refusal(f"--set {assignment}: expected KNOB=VALUE")
-        knobs[knob.strip()] = yaml.safe_load(value)
-    return knobs
 
 
 def _refusal(message: str) -> typer.Exit:

@@ -12,7 +12,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -147,6 +147,21 @@ def load_document(path: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
         else:
             args[knob] = value
     return document
+
+
+def assigned_knobs(assignments: Iterable[str]) -> dict[str, Any]:
+    """Overrides out of KNOB=VALUE texts, with values in YAML.
+
+    Raises:
+        ConfigError: one is no assignment.
+    """
+    knobs = {}
+    for assignment in assignments:
+        knob, equals, value = assignment.partition("=")
+        if not equals:
+            raise ConfigError(f"--set {assignment}: expected KNOB=VALUE")
+        knobs[knob.strip()] = yaml.safe_load(value)
+    return knobs
 
 
 def application_args(document: Any) -> dict[str, Any]:

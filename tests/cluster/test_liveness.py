@@ -249,9 +249,11 @@ def three_links() -> Iterator[tuple[Liveness, list[Liveness], "queue.Queue[str]"
     leader = Liveness.accept(listener, 3, token, lambda rank, reason: lost.put(f"{rank} {reason}"))
     for thread in threads:
         thread.join()
-    yield leader, [followers[1], followers[2]], lost
-    for link in (leader, *followers.values()):
-        link.leave()
+    try:
+        yield leader, [followers[1], followers[2]], lost
+    finally:
+        for link in (leader, *followers.values()):
+            link.leave()
 
 
 def test_who_ends_without_a_word_is_named_before_those_whose_collectives_fail_of_it() -> None:

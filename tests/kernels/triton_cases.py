@@ -200,7 +200,7 @@ def test_random_plans(case: Case, options: PlanOptions):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(cases(), OPTIONS)
 def test_many_random_plans(case: Case, options: PlanOptions):
     _check(_problem(torch.float16, heads=(3, 1), window=50), case, options, alibi=True, sinks=True)

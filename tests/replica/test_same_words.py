@@ -50,14 +50,8 @@ def replica(small_model: Path) -> Replica:
     return Replica(small_model)
 
 
-# At the edges of chunks; all others are in the batches below.
-ALONE = ("capital", "one_token", "two_tokens", "unicode", "long", "story_63", "story_64", "story_65", "story_128")
-
-
 def test_alone_cold_and_warm(replica: Replica, greedy_cases) -> None:
-    alone = [case for case in greedy_cases if case.name in ALONE]
-    assert len(alone) == len(ALONE)
-    for case in alone:
+    for case in greedy_cases:
         replica.submit(f"cold {case.name}", case.prompt, len(case.tokens), salt=case.name)
         replica.run()
         replica.submit(f"warm {case.name}", case.prompt, len(case.tokens), salt=case.name)
