@@ -24,7 +24,6 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
-from rows import write_rows
 from torch import Tensor
 
 from chunkserve.kernels import _cpu
@@ -32,6 +31,7 @@ from chunkserve.kernels.cpu_tpp import MIN_SAVED_TOKENS
 from chunkserve.kernels.dispatch import AttentionProblem, select_backend
 from chunkserve.kernels.plan import AttentionPlan, Int32Array, PlanOptions, build_plan
 from chunkserve.kernels.reference import TOLERANCE, oracle
+from rows import write_rows
 
 CHUNK = 64
 DTYPES = (torch.float32, torch.bfloat16)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+
 from attention_cases import (
     PAPER_SHAPE,
     Batch,

@@ -12,14 +12,14 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-from plots import Panel, draw, require_matplotlib
 from rich.console import Console
 from rich.table import Table
-from rows import write_rows
-from server_load import OURS, check, load, seed_of
 
 from chunkserve.deploy.bench import BenchSettings
 from chunkserve.deploy.local_server import LocalServer, local_server
+from plots import Panel, draw, require_matplotlib
+from rows import write_rows
+from server_load import OURS, check, load, seed_of
 
 NOT_SHARED = f"{OURS}, not shared"
 

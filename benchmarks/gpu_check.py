@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from rows import write_rows
 from torch import Tensor
 
 from chunkserve.kernels.cuda_graph import captured
@@ -34,6 +33,7 @@ from chunkserve.kernels.dispatch import (
 )
 from chunkserve.kernels.plan import AttentionPlan, Int32Array, PlanOptions, build_plan
 from chunkserve.kernels.reference import TOLERANCE, oracle
+from rows import write_rows
 
 BACKENDS = ("cuda", "triton")
 CHUNK = 64
@@ -182,7 +182,7 @@ def attend(backend: GraphBackend, q: Tensor, kv: LayerKV, plan: AttentionPlan, *
     return backend.attend(q, kv, plan, scale=kv.problem.head_dim**-0.5, **extra)
 
 
-def error_of(backend: GraphBackend, kv: LayerKV, q: Tensor, out: Tensor, batch: Batch, **extra: Tensor) -> float:
+def error_of(backend: GraphBackend, kv: LayerKV, q: Tensor, out: Tensor, batch: Batch, **extra: Any) -> float:
     """Largest absolute error; infinite for NaN."""
     q_lens = [batch.q_len] * len(batch.private)
     want = oracle(q, kv, backend, paths=batch.paths(), kv_lens=batch.kv_lens, q_lens=q_lens, **extra)
@@ -191,7 +191,7 @@ def error_of(backend: GraphBackend, kv: LayerKV, q: Tensor, out: Tensor, batch: 
 
 
 def check_correctness(backend: GraphBackend, cases: list[tuple[AttentionProblem, Batch]]) -> list[dict[str, Any]]:
-    rows = []
+    rows: list[dict[str, Any]] = []
     for problem, batch in cases:
         if reason := backend.reject(problem):
             rows.append({"case": "correctness", "problem": str(problem), "refused": reason})

@@ -8,13 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router import PrefixCacheAffinityRouter
 from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
 
 from chunkserve.replica.protocol import Request
-from chunkserve.replica.tokenizer import Tokenizer
 from chunkserve.router.serve_router import ServeRouter, request_of
 
 WORKLOADS = Path(__file__).resolve().parents[1] / "../shared/workloads"
@@ -92,10 +91,18 @@ class Arm:
         return _SEPARATOR.join((self.policy, f"{self.load:g}", f"{self.seed}", f"{number}"))
 
 
+class ChatTokenizer(Protocol):
+    """What is used of `chunkserve.replica.tokenizer.Tokenizer`."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def render_chat(self, messages: list[dict[str, str]]) -> list[int]: ...
+
+
 class Questions:
     """Real prompts and questions; a prompt's question is of its family."""
 
-    def __init__(self, tokenizer: Tokenizer, num_prompts: int) -> None:
+    def __init__(self, tokenizer: ChatTokenizer, num_prompts: int) -> None:
         prompts = [json.loads(line) for line in (WORKLOADS / "prompts.jsonl").read_text().splitlines()]
         prompts = prompts[-num_prompts:]
         questions = [json.loads(line) for line in (WORKLOADS / "questions.jsonl").read_text().splitlines()]

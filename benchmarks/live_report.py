@@ -4,13 +4,13 @@ import statistics
 from typing import Any
 
 import numpy as np
-from live_arms import RAY_PREFIX
-from live_server import Fleet, Run
-from plots import Panel
 from rich.table import Table
 
 from chunkserve.router.policy import POLICIES
 from chunkserve.router.simulator import SimResult
+from live_arms import RAY_PREFIX
+from live_server import Fleet, Run
+from plots import Panel
 
 ALL_POLICIES = (*POLICIES, RAY_PREFIX)
 SLO_TTFT_S = 1.0

@@ -11,7 +11,6 @@ from typing import Any
 
 import httpx
 import ray
-from live_arms import RAY_PREFIX, Arm, ArmRouter, Ask, Questions
 from ray import serve
 
 from chunkserve.deploy.app import application
@@ -21,6 +20,7 @@ from chunkserve.deploy.local_server import loopback_port
 from chunkserve.replica.fake import FakeModelRunner
 from chunkserve.replica.protocol import StepTime
 from chunkserve.replica.tokenizer import Tokenizer
+from live_arms import RAY_PREFIX, Arm, ArmRouter, Ask, Questions
 
 # Until routers have heard of all: a report, and a delta.
 SETTLE_S = 1.1

@@ -4,12 +4,11 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from live_arms import Arm, Ask
-
 from chunkserve.replica.chunk_hash import ChunkScheme
 from chunkserve.replica.protocol import StepTime
 from chunkserve.router.simulated_replica import SimConfig, SimRequest
 from chunkserve.router.simulator import SimResult, Simulator
+from live_arms import Arm, Ask
 
 
 @dataclass(frozen=True, kw_only=True)

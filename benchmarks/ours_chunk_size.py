@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+
 from attention_cases import (
     Batch,
     Limits,

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rows import write_rows
 from torch import Tensor
 
 from chunkserve.kernels import _cpu
 from chunkserve.kernels.cpu_ops import PackedLinear, set_num_threads
+from rows import write_rows
 
 LAYER_SHAPES = ((960, 576), (576, 576), (3072, 576), (576, 1536))
 HEAD_SHAPE = (49152, 576)
@@ -83,7 +83,8 @@ def measure(dtype: torch.dtype, batch: int, num_layers: int, budget_s: float) ->
     check(systems, weights, inputs)
     buffer = torch.ones(64 << 20)
     _cpu.advise_large_pages(buffer.data_ptr(), buffer.nbytes)
-    bandwidth, peak = [], []
+    bandwidth: list[float] = []
+    peak: list[float] = []
     for system in systems:
         system.step(inputs)  # warm-up
         system.seconds.clear()

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engine_bursts import BurstEngine, random_prompt
 from rich.console import Console
 from rich.table import Table
-from rows import write_rows
 
 from chunkserve.deploy.small_model import ensure_small_model
 from chunkserve.replica.options import ReplicaOptions
+from engine_bursts import BurstEngine, random_prompt
+from rows import write_rows
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:

@@ -14,12 +14,12 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from rows import write_rows
-from server_load import OURS, check, load, seed_of
 
 from chunkserve.deploy.bench import BenchSettings
 from chunkserve.deploy.launcher import assigned_knobs
 from chunkserve.deploy.local_server import LocalServer, local_server
+from rows import write_rows
+from server_load import OURS, check, load, seed_of
 
 # Shared tokens, new tokens, concurrency.
 Case = tuple[int, int, int]

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+
 from attention_cases import (
     CHUNK,
     Batch,

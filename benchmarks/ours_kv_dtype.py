@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+
 from attention_cases import (
     CHUNK,
     SHAPES,
@@ -23,7 +24,6 @@ from attention_cases import (
     take_turns,
     thread_counts,
 )
-
 from chunkserve.kernels.dispatch import FP8
 
 

@@ -21,6 +21,7 @@ from itertools import product
 from typing import Any
 
 import numpy as np
+
 from attention_cases import (
     CHUNK,
     SHAPES,
@@ -33,10 +34,9 @@ from attention_cases import (
     print_table,
     thread_counts,
 )
-from plots import grouped
-
 from chunkserve.kernels.plan import AttentionPlan, Int32Array, PlanOptions, build_plan
 from chunkserve.kernels.plan_builder import build_plan_in_python
+from plots import grouped
 
 TARGET_US = {"build": 200.0, "grow": 20.0, "decode": 20.0, "churn": 200.0}
 

@@ -11,11 +11,11 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from rows import write_rows
-from server_load import OURS, check, load
 
 from chunkserve.deploy.bench import BenchSettings
 from chunkserve.deploy.local_server import LocalServer, local_server
+from rows import write_rows
+from server_load import OURS, check, load
 
 SHARING = {"sharing on": True, "sharing off": False}
 

@@ -21,12 +21,12 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.table import Table
-from rows import write_rows
 
 from chunkserve.replica.chunk_hash import DIGEST_BYTES, ChunkScheme
 from chunkserve.replica.protocol import RoutingReport, StepTime
 from chunkserve.router.prefix_index import PrefixIndex
 from chunkserve.router.routing_state import RoutingState
+from rows import write_rows
 
 SCHEME = ChunkScheme(model="m", dtype="bfloat16", chunk_size=64)
 STEP = StepTime(fixed_s=0.008, per_token_s=1e-4, per_context_s=1e-9, per_sequence_s=1e-4)

@@ -34,17 +34,18 @@ os.environ.update(RAY_ENVIRONMENT)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
+from rich.console import Console
+
+from chunkserve.deploy.small_model import ensure_small_model
+from chunkserve.replica.protocol import StepTime
+from chunkserve.replica.tokenizer import Tokenizer
+from chunkserve.router.simulator import SimResult
 from live_arms import Arm, Questions
 from live_report import ALL_POLICIES, COLUMNS, headline, panels, row_of, simulated_row, summary, verdict
 from live_server import OUTPUT_TOKENS, REAL, SIMULATED, Fleet, Run, Server, deployed, ray_session
 from live_simulated import Fit, fitted_transit_s, simulated
 from plots import draw, require_matplotlib
-from rich.console import Console
 from rows import write_rows
-
-from chunkserve.deploy.small_model import ensure_small_model
-from chunkserve.replica.tokenizer import Tokenizer
-from chunkserve.router.simulator import SimResult
 
 # Seeds of the arms that the way is fitted on.
 CALIBRATION_SEEDS = (1000, 1001, 1002)
@@ -106,12 +107,11 @@ def validate(
             float(np.median([answer.sample.ttft_s for answer in run.answers if answer.sample is not None]))
             for run in calibration
         ]
-        transit_s = fitted_transit_s(
-            medians_s,
-            lambda transit_s, step=step, runs=calibration: [
-                simulate(run, Fit(step=step, transit_s=transit_s)) for run in runs
-            ],
-        )
+
+        def simulated_runs(transit_s: float, step: StepTime = step, runs: list[Run] = calibration) -> list[SimResult]:
+            return [simulate(run, Fit(step=step, transit_s=transit_s)) for run in runs]
+
+        transit_s = fitted_transit_s(medians_s, simulated_runs)
         print(f"load {load:g}, fitted: {step}; one way between client and engine {transit_s:.4f} s")
         for run in runs:
             result, live = simulate(run, Fit(step=step, transit_s=transit_s)), row_of(server.fleet, run, "prompts")

@@ -23,13 +23,13 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from rows import write_rows
 
 from chunkserve.replica.protocol import StepTime
 from chunkserve.router.policy import POLICIES
 from chunkserve.router.simulated_replica import SimConfig, SimRequest
 from chunkserve.router.simulator import Simulator
 from chunkserve.router.workloads import TRACE_CHUNK_TOKENS, merged, mooncake, shared_prompts, unshared
+from rows import write_rows
 
 SHARED = Path(__file__).resolve().parents[1] / "../shared"
 # A small model on a small GPU; 12,800 tokens of cache per replica.
@@ -232,8 +232,8 @@ def verdicts(rows: list[dict[str, Any]]) -> Iterator[str]:
         ratio = mean_of(many, "hit_rate", routers=routers) / mean_of(many, "hit_rate", routers=1)
         yield line(f"{routers} routers: hit rate over that of one, at least", ratio, 0.95, ratio >= 0.95)
     # Where a replica dies the others have more to do, and with few requests each some have more by chance.
-    ours = [row for row in rows if row["policy"] == "prefix" and row["workload"] != "churn"]
-    worst = max(row["max_over_mean_work"] for row in ours if row["requests"] >= 100 * row["replicas"])
+    steady = [row for row in rows if row["policy"] == "prefix" and row["workload"] != "churn"]
+    worst = max(row["max_over_mean_work"] for row in steady if row["requests"] >= 100 * row["replicas"])
     yield line("most work of a replica over the mean, in any run of 100 requests a replica", worst, 1.3, worst <= 1.3)
 
 

@@ -18,9 +18,9 @@ from typing import Any
 import httpx
 import psutil
 from pydantic_core import from_json
-from rows import write_rows
 
 from chunkserve.deploy.local_server import LocalServer, local_server
+from rows import write_rows
 
 POOL_CHUNKS, MAX_TOKENS = 28, 320
 KNOBS = {

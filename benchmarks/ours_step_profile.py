@@ -17,18 +17,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attention_cases import Limits
-from engine_bursts import BurstEngine, random_prompt
 from rich.console import Console
 from rich.table import Table
-from rows import write_rows
 
+from attention_cases import Limits
 from chunkserve.deploy.small_model import ensure_small_model
 from chunkserve.kernels import cpu_ops
+from chunkserve.kernels.cpu_ops import PackedLinear
 from chunkserve.replica.engine import Engine
 from chunkserve.replica.model import Decoder
 from chunkserve.replica.model_runner import ModelRunner
 from chunkserve.replica.options import ReplicaOptions
+from engine_bursts import BurstEngine, random_prompt
+from rows import write_rows
 
 ENGINE = ("schedule", "plan", "sample", "commit and text")
 
@@ -98,7 +99,7 @@ def watch_engine(engine: Engine, clock: Clock, pieces: bool) -> None:
 def weight_bytes(model: Decoder) -> int:
     """What one step reads of the weights: all products."""
     products = [p for layer in model._layers for p in (layer.qkv, layer.output, layer.gate_up, layer.down)]
-    return sum(p.nbytes for p in [*products, model._head])
+    return sum(p.nbytes for p in [*products, model._head] if isinstance(p, PackedLinear))
 
 
 def run(

@@ -27,7 +27,6 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
-from rows import write_rows
 
 from chunkserve.cluster.collectives import Collectives
 from chunkserve.cluster.control_rows import ControlRows
@@ -35,6 +34,7 @@ from chunkserve.cluster.membership import Meeting, Membership, connect, join
 from chunkserve.replica.protocol import Request, SamplingParams
 from chunkserve.replica.rank_sync import STATUS_BYTES
 from chunkserve.replica.tree_edit import EditReader, Join, Leave, TreeEdit, encode
+from rows import write_rows
 
 MODES = ("none", "control_rows", "broadcast_fixed", "broadcast_pickle")
 _AGAIN = "none again"

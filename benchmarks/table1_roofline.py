@@ -16,6 +16,8 @@ from itertools import product
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from attention_cases import (
     CHUNK,
     SHAPES,
@@ -30,8 +32,6 @@ from attention_cases import (
     print_table,
     thread_counts,
 )
-from torch import Tensor
-
 from chunkserve.kernels.cpu_ops import PackedLinear
 
 # Hidden size and MLP width of each shape's model.

@@ -17,12 +17,12 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from rows import write_rows
 
 from chunkserve.deploy.small_model import ensure_small_model
 from chunkserve.replica.chunk_pool import ChunkPool
 from chunkserve.replica.prefix_tree import PrefixTree
 from chunkserve.replica.tokenizer import Tokenizer
+from rows import write_rows
 
 WORKLOADS = Path(__file__).resolve().parents[1] / "../shared/workloads"
 CHUNK = 64
@@ -52,7 +52,7 @@ def measure(family: str, prompts: list[str], requests: list[list[int]]) -> dict[
     """Requests one after the other through the tree, as if each were computed at once, and all of them running."""
     chunks_apart = sum(-(-len(token_ids) // CHUNK) for token_ids in requests)
     tree = PrefixTree(ChunkPool(chunks_apart), CHUNK)
-    found = []
+    found: list[int] = []
     for token_ids in requests:
         match = tree.match("", token_ids)
         joined = tree.join(match)

@@ -20,6 +20,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
+
 from attention_cases import (
     MIN_SECONDS,
     Limits,
@@ -36,11 +39,8 @@ from attention_cases import (
     take_turns,
     thread_counts,
 )
-from plots import Panel, draw, panels, require_matplotlib
-from torch import Tensor
-from torch.nn.attention.flex_attention import flex_attention
-
 from chunkserve.kernels.reference import TOLERANCE
+from plots import Panel, draw, panels, require_matplotlib
 
 COPIES = 4  # K and V of so many sequences exceed every cache; sequences take them by turns
 SYSTEMS = ("ours_us", "shared_pages_us", "separate_pages_us", "sdpa_us", "sdpa_packed_us", "flex_us")

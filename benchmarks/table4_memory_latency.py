@@ -13,11 +13,11 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from rows import write_rows
-from server_load import OURS, check, load, seed_of
 
 from chunkserve.deploy.bench import BenchSettings
 from chunkserve.deploy.local_server import LocalServer, local_server
+from rows import write_rows
+from server_load import OURS, check, load, seed_of
 
 
 def measure(

@@ -1,22 +1,12 @@
 """The simulated routing benchmark on sizes of a second: its cases, rows, table and verdicts."""
 
-import importlib
-from pathlib import Path
-from typing import Any
-
 import pytest
 from rich.console import Console
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+import ours_routing_simulated as script
 
 
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    return importlib.import_module("ours_routing_simulated")
-
-
-def test_rows_of_each_workload_and_what_came_of_the_targets(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_of_each_workload_and_what_came_of_the_targets(capsys: pytest.CaptureFixture[str]) -> None:
     rows = []
     for name in ("prompts", "unshared", "hot", "flood", "churn"):
         case = script.generated(name, 0.5, 8, 1, 0, 800 if name == "prompts" else 120)
@@ -34,7 +24,7 @@ def test_rows_of_each_workload_and_what_came_of_the_targets(script: Any, capsys:
     assert all(line.endswith((": met", ": MISSED")) for line in lines)
 
 
-def test_a_flood_is_beside_the_others_and_its_times_are_not_counted(script: Any) -> None:
+def test_a_flood_is_beside_the_others_and_its_times_are_not_counted() -> None:
     calm, flood = (script.generated(name, 0.3, 8, 1, 0, 1000) for name in ("prompts", "flood"))
     others = [request for request in flood.requests if not request.is_background]
     assert others == calm.requests
@@ -43,7 +33,7 @@ def test_a_flood_is_beside_the_others_and_its_times_are_not_counted(script: Any)
     assert all(end_s / 3 <= request.at_s <= end_s for request in flood.requests if request.is_background)
 
 
-def test_larger_fleets_have_more_prompts(script: Any) -> None:
+def test_larger_fleets_have_more_prompts() -> None:
     def prompts(replicas: int) -> int:
         return len({request.head for request in script.generated("prompts", 0.5, replicas, 1, 0, 3000).requests})
 

@@ -1,7 +1,6 @@
 """The benchmarks of whole servers, as far as they go without one: what they make of what they measured."""
 
 import asyncio
-import importlib
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator
@@ -11,16 +10,14 @@ from typing import Any
 
 import pytest
 
+import engine_bursts
+import fig5_latency_vs_rate
+import server_load
+import table2_shared_prompts
+import table4_memory_latency
 from chunkserve.deploy.bench import BenchResult, BenchSettings
 from chunkserve.deploy.load_client import Sample
 from chunkserve.replica.options import ReplicaOptions
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
-
-@pytest.fixture(autouse=True)
-def benchmark_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(BENCHMARKS)
 
 
 def _row(system: str, shared: int, rate: float, latency: float, kv_bytes: int | None = None) -> dict[str, Any]:
@@ -31,14 +28,13 @@ def _row(system: str, shared: int, rate: float, latency: float, kv_bytes: int | 
 
 
 def test_fig5_compares_at_the_highest_rate(capsys: pytest.CaptureFixture[str]) -> None:
-    fig5 = importlib.import_module("fig5_latency_vs_rate")
     rows = [
         _row("chunkserve", 1024, 1.0, 10), _row("peer", 1024, 1.0, 50),
         _row("chunkserve", 1024, 2.0, 20), _row("peer", 1024, 2.0, 60), _row("chunkserve", 0, 2.0, 90),
     ]  # fmt: skip
-    fig5._print_headline(rows, Namespace(prompt_tokens=[1024], rates=[1.0, 2.0]))
+    fig5_latency_vs_rate._print_headline(rows, Namespace(prompt_tokens=[1024], rates=[1.0, 2.0]))
     assert "peer / chunkserve, normalised latency: 3.00x (3.00 to 3.00) at 2 requests/s" in capsys.readouterr().out
-    panels = fig5._panels(rows)
+    panels = fig5_latency_vs_rate._panels(rows)
     assert [panel.lines for panel in panels] == [
         {"chunkserve": [(1.0, 10), (2.0, 20)], "peer": [(1.0, 50), (2.0, 60)]},
         {"chunkserve": [(2.0, 90)]},
@@ -52,7 +48,6 @@ def test_fig5_compares_at_the_highest_rate(capsys: pytest.CaptureFixture[str]) -
 def test_a_load_that_finds_the_words_of_an_earlier_one_gives_no_figures(
     monkeypatch: pytest.MonkeyPatch, shared_tokens: int, share: bool, cached_tokens: int, holds: bool
 ) -> None:
-    server_load = importlib.import_module("server_load")
     settings = BenchSettings(url="", shared_tokens=shared_tokens, own_tokens=100 - shared_tokens, share=share)
     sample = Sample(
         ttft_s=0.1, last_token_s=0.2, latency_s=0.2, prompt_tokens=100, cached_tokens=cached_tokens, completion_tokens=2
@@ -70,22 +65,19 @@ def test_a_load_that_finds_the_words_of_an_earlier_one_gives_no_figures(
 
 
 def test_points_of_a_benchmark_have_words_of_their_own() -> None:
-    seed_of = importlib.import_module("server_load").seed_of
     points = [(tokens, rate, turn) for tokens in (1024, 2048) for rate in (0.25, 0.5, 1.0) for turn in range(3)]
-    assert len({seed_of(point) for point in points}) == len(points)
+    assert len({server_load.seed_of(point) for point in points}) == len(points)
 
 
 def test_table4_gives_what_sharing_saves() -> None:
-    table4 = importlib.import_module("table4_memory_latency")
     rows = [_row("chunkserve", 0, 1.0, 40, 1000), _row("chunkserve", 1024, 1.0, 10, 150)]
-    text = table4._headline(rows, 1024)
+    text = table4_memory_latency._headline(rows, 1024)
     assert "peak K and V bytes 0.150x (0.150 to 0.150), normalised latency 0.250x (0.250 to 0.250)" in text
 
 
 def test_table2_counts_what_the_tree_finds() -> None:
-    table2 = importlib.import_module("table2_shared_prompts")
     prompt = list(range(200))
-    row = table2.measure("family", ["one"], [[*prompt, 1000 + i, 7] for i in range(4)])
+    row = table2_shared_prompts.measure("family", ["one"], [[*prompt, 1000 + i, 7] for i in range(4)])
     # Three of four find the prompt; 200 tokens are 3 whole chunks, the fourth is each request's own.
     assert (row["shared_tokens"], row["chunks"], row["chunks_unshared"]) == (200, 3 + 4, 4 * 4)
     assert row["shared_share"] == pytest.approx(600 / 808, abs=1e-4)
@@ -93,9 +85,8 @@ def test_table2_counts_what_the_tree_finds() -> None:
 
 @pytest.mark.model
 def test_a_burst_is_timed_while_all_of_it_decodes(small_model: Path) -> None:
-    bursts = importlib.import_module("engine_bursts")
     options = ReplicaOptions(model=str(small_model), max_running=4, max_sequence_tokens=64, num_threads=1)
-    engine = bursts.BurstEngine(options, new_tokens=6)
+    engine = engine_bursts.BurstEngine(options, new_tokens=6)
     watched = []
 
     @contextmanager
