@@ -1,4 +1,5 @@
-"""How fast are the decoder's products on this CPU? Ours with packed weights against torch and oneDNN.
+"""How fast are the decoder's products on this CPU? Ours with packed weights, as they are and as int8, against torch and
+oneDNN.
 
 One step is every product of SmolLM2-135M: 30 layers and the LM head. The floor of a step is the time to read the
 weights once at this machine's bandwidth, or to multiply at its peak, whichever is longer. Floor and systems are
@@ -23,6 +24,7 @@ from rows import write_rows
 
 LAYER_SHAPES = ((960, 576), (576, 576), (3072, 576), (576, 1536))
 HEAD_SHAPE = (49152, 576)
+PEERS = ("torch", "onednn_packed")
 Product = Callable[[Tensor], Tensor]
 
 
@@ -53,6 +55,7 @@ def onednn_packed(weight: Tensor, batch: int) -> Product:
 def build_systems(weights: list[Tensor], batch: int) -> list[System]:
     systems = [
         System("ours", [PackedLinear.pack(w) for w in weights]),
+        System("ours_int8", [PackedLinear.pack(w, dtype=torch.int8) for w in weights]),
         System("torch", [lambda x, w=w: F.linear(x, w) for w in weights]),  # type: ignore[misc]
     ]
     try:
@@ -69,7 +72,8 @@ def check(systems: list[System], weights: list[Tensor], inputs: list[Tensor]) ->
         scale = (x.abs() @ w.abs().T).max()
         for system in systems:
             error = (system.products[i](inputs[i]).double() - x @ w.T).abs().max() / scale
-            limit = 1e-6 if inputs[i].dtype == torch.float32 else 2**-8
+            is_exact = inputs[i].dtype == torch.float32 and system.name != "ours_int8"
+            limit = 1e-6 if is_exact else 2**-8
             if not error <= limit:
                 raise SystemExit(f"{system.name} is wrong: error {error:.3g} over {limit:.3g} for {list(w.shape)}")
 
@@ -149,8 +153,9 @@ def main() -> None:
     step_ms = {(row["system"], row["dtype"], row["batch"]): row["step_ms"] for row in rows}
     ratios = []
     for batch in (1, 32):
-        peer = min(ms for (system, _, b), ms in step_ms.items() if system != "ours" and b == batch)
-        ratios.append(f"{peer / step_ms['ours', 'bfloat16', batch]:.1f}x at batch {batch}")
+        peer = min(ms for (system, _, b), ms in step_ms.items() if system in PEERS and b == batch)
+        ours, int8 = (step_ms[system, "bfloat16", batch] for system in ("ours", "ours_int8"))
+        ratios.append(f"{peer / ours:.1f}x at batch {batch} (with int8 weights {ours / int8:.2f}x of that)")
     print(f"ours in bfloat16 over the fastest peer in any dtype: {', '.join(ratios)}")
 
 

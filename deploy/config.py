@@ -54,6 +54,7 @@ class ServeConfig(BaseModel):
     model: str = Field(default=SMALL_MODEL, min_length=1)
     served_model_name: str | None = Field(default=None, min_length=1, max_length=256)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    weight_dtype: Literal["auto", "int8"] = "auto"
     kv_dtype: Literal["auto", "fp8_e4m3"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     attention_backend: Literal["auto", "cpu", "triton", "cuda", "reference"] = "auto"

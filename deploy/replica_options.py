@@ -27,6 +27,7 @@ def replica_options(config: ServeConfig) -> ReplicaOptions:
     return ReplicaOptions(
         model=str(folder),
         dtype=None if config.dtype == "auto" else config.dtype,
+        weight_dtype=None if config.weight_dtype == "auto" else config.weight_dtype,
         kv_dtype=None if config.kv_dtype == "auto" else config.kv_dtype,
         device=None if config.device == "auto" else config.device,
         attention_backend=config.attention_backend,

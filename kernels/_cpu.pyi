@@ -1,4 +1,4 @@
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -103,9 +103,12 @@ def advise_large_pages(address: int, bytes: int) -> None: ...
 
 # Products with packed weights and row-wise work, on contiguous float32 or bfloat16 tensors; see cpu_ops.py.
 LINEAR_PANEL: int
+# Packed, scale, bias.
+PackedWeight: TypeAlias = tuple[Tensor, Tensor | None, Tensor | None]
 
 def pack_linear(weight: Tensor, packed: Tensor) -> None: ...
-def linear(x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor) -> None: ...
+def pack_linear_int8(weight: Tensor, packed: Tensor, scale: Tensor) -> None: ...
+def linear(x: Tensor, weight: PackedWeight, out: Tensor) -> None: ...
 def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor) -> None: ...
 def rope_qkv(qkv: Tensor, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None: ...
 def silu_mul(gate_up: Tensor, out: Tensor) -> None: ...
@@ -118,17 +121,13 @@ class DecoderLayers:
     def add(
         self,
         *,
-        qkv: Tensor,
-        qkv_bias: Tensor | None,
+        qkv: PackedWeight,
         q_norm: Tensor | None,
         k_norm: Tensor | None,
-        output: Tensor,
-        output_bias: Tensor | None,
+        output: PackedWeight,
         mlp_norm: Tensor,
-        gate_up: Tensor,
-        gate_up_bias: Tensor | None,
-        down: Tensor,
-        down_bias: Tensor | None,
+        gate_up: PackedWeight,
+        down: PackedWeight,
         next_norm: Tensor,
         kv_dtype: str,
         num_slots: int,

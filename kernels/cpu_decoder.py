@@ -72,17 +72,13 @@ class DecoderLayers:
                     f"backend {CpuBackend.name} for torch.float32"
                 )
             self._native.add(
-                qkv=layer.qkv.packed,
-                qkv_bias=layer.qkv.bias,
+                qkv=layer.qkv.weight,
                 q_norm=layer.q_norm,
                 k_norm=layer.k_norm,
-                output=layer.output.packed,
-                output_bias=layer.output.bias,
+                output=layer.output.weight,
                 mlp_norm=layer.mlp_norm,
-                gate_up=layer.gate_up.packed,
-                gate_up_bias=layer.gate_up.bias,
-                down=layer.down.packed,
-                down_bias=layer.down.bias,
+                gate_up=layer.gate_up.weight,
+                down=layer.down.weight,
                 next_norm=layer.next_norm,
                 **native_pool(layer_kv),
                 scale=scale,

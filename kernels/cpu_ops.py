@@ -17,23 +17,31 @@ def set_num_threads(num_threads: int) -> int:
 
 
 class PackedLinear:
-    """y = x W^T + b with W [N, K] laid out for the kernels: bfloat16 stays bfloat16, float32 stays float32.
+    """y = x W^T + b with W [N, K] laid out for the kernels: in its dtype, float32 or bfloat16, or rounded to int8.
 
-    Invariant: `packed` is [N / 16 rounded up, (K rounded up to even) * 16] in W's dtype. Where both x and W
-    are bfloat16 and the CPU multiplies bfloat16 pairs (avx512_bf16), it does so.
+    Invariant: `weight` is the packed W, [N / 16 rounded up, (K rounded up to even) * 16]; for int8 the scale of each
+    output, [N] float32; and the bias, [N] float32. Where both x and W are bfloat16 and the CPU multiplies bfloat16
+    pairs (avx512_bf16), it does so; int8 is widened, and x is not rounded.
     """
 
-    __slots__ = ("bias", "in_features", "out_features", "packed")
+    __slots__ = ("in_features", "out_features", "weight")
 
-    def __init__(self, packed: Tensor, bias: Tensor | None, out_features: int, in_features: int) -> None:
-        self.packed = packed
-        self.bias = bias
+    def __init__(self, weight: tuple[Tensor, Tensor | None, Tensor | None], out_features: int, in_features: int):
+        self.weight = weight
         self.out_features = out_features
         self.in_features = in_features
 
     @classmethod
-    def pack(cls, weight: Tensor, bias: Tensor | None = None) -> "PackedLinear":
-        """Copies weight [N, K] into panels; bias [N] becomes float32. Neither argument is kept."""
+    def pack(cls, weight: Tensor, bias: Tensor | None = None, *, dtype: torch.dtype | None = None) -> "PackedLinear":
+        """Copies weight [N, K] into panels; bias [N] becomes float32. Neither argument is kept.
+
+        Args:
+            dtype: torch.int8 rounds each output's weights to multiples of their largest size over 127; None keeps them.
+        Raises:
+            ValueError: a size or type does not fit; or int8 is asked for and a weight is not finite.
+        """
+        if dtype not in (None, weight.dtype, torch.int8):
+            raise ValueError(f"dtype is {dtype}; expected None, torch.int8, or the weight's {weight.dtype}")
         if weight.ndim != 2:
             raise ValueError(f"weight has {weight.ndim} dimensions; expected [N, K]")
         out_features, in_features = weight.shape
@@ -44,10 +52,16 @@ class PackedLinear:
                 )
             bias = bias.detach().to(torch.float32, copy=True)
         panels = -(-out_features // _cpu.LINEAR_PANEL)
-        packed = torch.empty((panels, (in_features + in_features % 2) * _cpu.LINEAR_PANEL), dtype=weight.dtype)
+        shape = (panels, (in_features + in_features % 2) * _cpu.LINEAR_PANEL)
+        packed = torch.empty(shape, dtype=dtype or weight.dtype)
         _cpu.advise_large_pages(packed.data_ptr(), packed.nbytes)
-        _cpu.pack_linear(weight.detach().contiguous(), packed)
-        return cls(packed, bias, out_features, in_features)
+        weight, scale = weight.detach().contiguous(), None
+        if packed.dtype == torch.int8:
+            scale = torch.empty(out_features)
+            _cpu.pack_linear_int8(weight, packed, scale)
+        else:
+            _cpu.pack_linear(weight, packed)
+        return cls((packed, scale, bias), out_features, in_features)
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """x [T, K] -> [T, N], in the dtype of `out` where it is given, else of x."""
@@ -57,12 +71,12 @@ class PackedLinear:
             out = torch.empty((x.shape[0], self.out_features), dtype=x.dtype)
         elif out.shape[-1] != self.out_features:
             raise ValueError(f"out is {list(out.shape)}; this product gives [T, {self.out_features}]")
-        _cpu.linear(x, self.packed, self.bias, out)
+        _cpu.linear(x, self.weight, out)
         return out
 
     @property
     def nbytes(self) -> int:
-        return self.packed.nbytes + (self.bias.nbytes if self.bias is not None else 0)
+        return sum(tensor.nbytes for tensor in self.weight if tensor is not None)
 
 
 def rms_norm(

@@ -60,6 +60,7 @@ class _Sizes:
 
     device: str
     dtype: torch.dtype
+    weight_dtype: torch.dtype | None
     num_threads: int
     max_tokens: int
     step_tokens: int
@@ -168,7 +169,13 @@ def _build_runner(options: ReplicaOptions, place: Membership | None) -> tuple[Mo
     model: Model
     if isinstance(config, DecoderConfig):
         model = Decoder(
-            folder, dtype=sizes.dtype, device=sizes.device, max_tokens=sizes.max_tokens, rank=rank, num_ranks=num_ranks
+            folder,
+            dtype=sizes.dtype,
+            weight_dtype=sizes.weight_dtype,
+            device=sizes.device,
+            max_tokens=sizes.max_tokens,
+            rank=rank,
+            num_ranks=num_ranks,
         )
     else:
         from .transformers_model import TransformersModel
@@ -183,10 +190,11 @@ def _build_runner(options: ReplicaOptions, place: Membership | None) -> tuple[Mo
         model.collectives = _collectives(place, model, sizes.step_tokens)
     kv = KVStore(sizes.backend, sizes.problems, num_slots=num_slots)
     logger.info(
-        "replica built model=%s runs_as=%s rank=%d ranks=%d device=%s dtype=%s backend=%s threads=%d chunks=%d "
-        "pool_bytes=%d",
-        folder.name, type(model).__name__, rank, num_ranks, sizes.device, sizes.dtype, sizes.backend.name,
-        sizes.num_threads, num_slots, num_slots * sizes.chunk_bytes,
+        "replica built model=%s runs_as=%s rank=%d ranks=%d device=%s dtype=%s weight_dtype=%s backend=%s threads=%d "
+        "chunks=%d pool_bytes=%d",
+        folder.name, type(model).__name__, rank, num_ranks, sizes.device, sizes.dtype,
+        sizes.weight_dtype or sizes.dtype, sizes.backend.name, sizes.num_threads, num_slots,
+        num_slots * sizes.chunk_bytes,
     )  # fmt: skip
     graphs = None
     if sizes.device == "cuda" and options.cuda_graphs and isinstance(model, Decoder) and place is None:
@@ -255,11 +263,14 @@ def _sizes(options: ReplicaOptions, config: ModelConfig, rank: int, num_ranks: i
     backend = select_backend(problems[0], options.attention_backend)
     if options.deterministic and (reason := _why_not_deterministic(config, backend, num_ranks)):
         raise BuildError(f"deterministic is true; {reason}")
+    if options.weight_dtype and (reason := _why_not_int8(config, device)):
+        raise BuildError(f"weight_dtype is {options.weight_dtype}; {reason}")
     for problem in set(problems[1:]):
         select_backend(problem, backend.name)
     return _Sizes(
         device=device,
         dtype=dtype,
+        weight_dtype=torch.int8 if options.weight_dtype == "int8" else None,
         num_threads=options.num_threads or max(1, len(os.sched_getaffinity(0)) // num_ranks),
         max_tokens=max_tokens,
         step_tokens=options.max_step_tokens
@@ -269,6 +280,15 @@ def _sizes(options: ReplicaOptions, config: ModelConfig, rank: int, num_ranks: i
         problems=problems,
         backend=backend,
     )
+
+
+def _why_not_int8(config: ModelConfig, device: str) -> str | None:
+    """Why weights cannot be kept as int8; None where they can."""
+    if device != "cpu":
+        return f"device is {device}, and products of int8 weights are written for CPUs only"
+    if not isinstance(config, DecoderConfig):
+        return "this model runs as transformers wrote it, with torch's products, which take no int8 weights"
+    return None
 
 
 def _why_not_deterministic(config: ModelConfig, backend: Backend, num_ranks: int) -> str | None:

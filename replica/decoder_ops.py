@@ -38,10 +38,13 @@ class DecoderOps(Protocol):
 
 
 class CpuOps:
-    """Native code; activations are float32."""
+    """Native code; activations are float32, weights of products are kept as they come or rounded to int8."""
+
+    def __init__(self, weight_dtype: torch.dtype | None = None) -> None:
+        self._weight_dtype = weight_dtype
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        return cpu_ops.PackedLinear.pack(weight, bias)
+        return cpu_ops.PackedLinear.pack(weight, bias, dtype=self._weight_dtype)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
         return cpu_ops.rms_norm(x, weight, eps, residual=residual)

@@ -118,6 +118,7 @@ class Decoder:
     Args:
         folder: a Hugging Face folder with safetensors.
         dtype: of weights; None is the stored one. Activations are float32 on CPUs, else of this type.
+        weight_dtype: torch.int8 rounds the weights of products, the head's too, with a scale per output; on CPUs.
         device: "cpu" or "cuda".
         max_tokens: longest sequence, for the rotary tables.
         rank, num_ranks: which part of the heads, MLP columns and vocabulary rows is ours.
@@ -130,6 +131,7 @@ class Decoder:
         folder: Path,
         *,
         dtype: torch.dtype | None = None,
+        weight_dtype: torch.dtype | None = None,
         device: str = "cpu",
         max_tokens: int,
         rank: int = 0,
@@ -140,7 +142,7 @@ class Decoder:
         self._rank, self._num_ranks = rank, num_ranks
         self.dtype, self.device = dtype or config.dtype, device
         self.activation_dtype = config.activation_dtype(device, self.dtype)
-        self._ops: DecoderOps = CpuOps() if device == "cpu" else TorchOps()
+        self._ops: DecoderOps = CpuOps(weight_dtype) if device == "cpu" else TorchOps()
         self.collectives: Collectives | None = None
         self._columns = Share(total=config.intermediate_size, rank=rank, num_ranks=num_ranks)
         vocab = [Share(total=config.vocab_size, rank=r, num_ranks=num_ranks) for r in range(num_ranks)]

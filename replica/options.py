@@ -15,6 +15,7 @@ class ReplicaOptions:
 
     model: a model folder.
     dtype: of weights, K and V; None is the type that the model is stored in.
+    weight_dtype: "int8" for weights of products of one byte, on CPUs; None is `dtype`.
     kv_dtype: "fp8_e4m3" for K and V of one byte; None is `dtype`.
     device: "cpu" or "cuda"; None is cuda where there is one.
     attention_backend: a name, or "auto".
@@ -33,6 +34,7 @@ class ReplicaOptions:
 
     model: str
     dtype: str | None = None
+    weight_dtype: str | None = None
     kv_dtype: str | None = None
     device: str | None = None
     attention_backend: str = "auto"

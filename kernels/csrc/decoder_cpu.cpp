@@ -2,6 +2,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 
 #include <cstdint>
 #include <optional>
@@ -48,19 +49,17 @@ class DecoderLayers {
       : sizes_{hidden, intermediate, num_heads, num_kv_heads, head_dim}, eps_(eps) {}
 
   // The caller keeps all tensors alive.
-  void add(const TensorArg& qkv, const std::optional<TensorArg>& qkv_bias, const std::optional<TensorArg>& q_norm,
-           const std::optional<TensorArg>& k_norm, const TensorArg& output,
-           const std::optional<TensorArg>& output_bias, const TensorArg& mlp_norm, const TensorArg& gate_up,
-           const std::optional<TensorArg>& gate_up_bias, const TensorArg& down,
-           const std::optional<TensorArg>& down_bias, const TensorArg& next_norm, const std::string& kv_dtype,
+  void add(const WeightArg& qkv, const std::optional<TensorArg>& q_norm, const std::optional<TensorArg>& k_norm,
+           const WeightArg& output, const TensorArg& mlp_norm, const WeightArg& gate_up, const WeightArg& down,
+           const TensorArg& next_norm, const std::string& kv_dtype,
            std::int64_t num_slots, std::uintptr_t k, std::uintptr_t v, std::uintptr_t k_scale, std::uintptr_t v_scale,
            float scale, int window, float softcap) {
     const Sizes& s = sizes_;
     layers_.push_back({
-        .qkv = packed_weight(qkv, qkv_bias, s.qkv(), s.hidden),
-        .output = packed_weight(output, output_bias, s.hidden, s.num_heads * s.head_dim),
-        .gate_up = packed_weight(gate_up, gate_up_bias, 2 * s.intermediate, s.hidden),
-        .down = packed_weight(down, down_bias, s.hidden, s.intermediate),
+        .qkv = packed_weight(qkv, s.qkv(), s.hidden),
+        .output = packed_weight(output, s.hidden, s.num_heads * s.head_dim),
+        .gate_up = packed_weight(gate_up, 2 * s.intermediate, s.hidden),
+        .down = packed_weight(down, s.hidden, s.intermediate),
         .q_norm = q_norm ? norm_weight("q_norm", *q_norm, s.head_dim) : nullptr,
         .k_norm = k_norm ? norm_weight("k_norm", *k_norm, s.head_dim) : nullptr,
         .mlp_norm = norm_weight("mlp_norm", mlp_norm, s.hidden),
@@ -196,9 +195,8 @@ void register_decoder(nb::module_& m) {
   nb::class_<DecoderLayers>(m, "DecoderLayers")
       .def(nb::init<long, long, long, long, long, float>(), "hidden"_a, "intermediate"_a, "num_heads"_a,
            "num_kv_heads"_a, "head_dim"_a, "eps"_a)
-      .def("add", &DecoderLayers::add, nb::kw_only(), "qkv"_a, "qkv_bias"_a.none(), "q_norm"_a.none(),
-           "k_norm"_a.none(), "output"_a, "output_bias"_a.none(), "mlp_norm"_a, "gate_up"_a, "gate_up_bias"_a.none(),
-           "down"_a, "down_bias"_a.none(), "next_norm"_a, "kv_dtype"_a, "num_slots"_a, "k"_a, "v"_a, "k_scale"_a,
+      .def("add", &DecoderLayers::add, nb::kw_only(), "qkv"_a, "q_norm"_a.none(), "k_norm"_a.none(), "output"_a,
+           "mlp_norm"_a, "gate_up"_a, "down"_a, "next_norm"_a, "kv_dtype"_a, "num_slots"_a, "k"_a, "v"_a, "k_scale"_a,
            "v_scale"_a, "scale"_a, "window"_a, "softcap"_a)
       .def("run", &DecoderLayers::run, "x"_a, "h"_a, "cos"_a, "sin"_a, "plan"_a);
 }

@@ -16,14 +16,17 @@ constexpr long blocks_of(long k) { return k > 0 ? (k + kLinearBlockK - 1) / kLin
 #if CHUNKSERVE_ISA_LEVEL >= 2
 constexpr int kMaxRowsF32 = 12;
 constexpr int kMaxRowsBf16 = 12;
+constexpr int kMaxRowsI8 = 12;
 constexpr int kMaxRowsWide = 12;
 #elif CHUNKSERVE_ISA_LEVEL == 1
 constexpr int kMaxRowsF32 = 6;
 constexpr int kMaxRowsBf16 = 5;
+constexpr int kMaxRowsI8 = 6;
 constexpr int kMaxRowsWide = 2;
 #else
 constexpr int kMaxRowsF32 = 2;
 constexpr int kMaxRowsBf16 = 2;
+constexpr int kMaxRowsI8 = 2;
 constexpr int kMaxRowsWide = 0;
 #endif
 
@@ -50,6 +53,22 @@ struct Bf16Widened {
   static CHUNKSERVE_INLINE Vec weight(const char* pair, int vector, int step) {
     const VecU32 word = (VecU32)Level::load_bits(pair + vector * kWidth * 4);
     return (Vec)(step == 0 ? word << 16 : word & 0xffff0000u);
+  }
+  static CHUNKSERVE_INLINE Vec x(const float* row, long pair, int step) { return Level::set(row[2 * pair + step]); }
+  static CHUNKSERVE_INLINE void multiply_add(Vec x, Vec w, Vec& acc) { fma_into(acc, x, w); }
+};
+
+struct Int8Widened {
+  using X = float;
+  static constexpr int kMaxRows = kMaxRowsI8;
+  static constexpr int kSteps = 2;
+  static constexpr int kPairBytes = kLinearPanel * 2;
+  static constexpr bool kReload = false;
+  static CHUNKSERVE_INLINE Vec weight(const char* pair, int vector, int step) {
+    VecI8 bytes;
+    __builtin_memcpy(&bytes, pair + step * kLinearPanel + vector * kWidth, sizeof(bytes));
+    // By way of 32 bits: GCC converts bytes to floats one by one.
+    return __builtin_convertvector(__builtin_convertvector(bytes, Level::I), Vec);
   }
   static CHUNKSERVE_INLINE Vec x(const float* row, long pair, int step) { return Level::set(row[2 * pair + step]); }
   static CHUNKSERVE_INLINE void multiply_add(Vec x, Vec w, Vec& acc) { fma_into(acc, x, w); }
@@ -156,9 +175,11 @@ void finish(const LinearJob& job, const float* acc, long stride, long first_colu
   for (long r = 0; r < job.num_rows; ++r) {
     Out* out = static_cast<Out*>(job.out) + r * job.n + first_column;
     const float* row = acc + r * stride;
+    const float* scale = job.scale ? job.scale + first_column : nullptr;
     const float* bias = job.bias ? job.bias + first_column : nullptr;
     for_vectors(columns, [&](auto load_at, auto store_at) {
       Vec y = load_at(row);
+      if (scale) y *= load_at(scale);
       if (bias) y += load_at(bias);
       store_at(out, y);
     });
@@ -248,11 +269,12 @@ void multiply_any(const LinearJob& job, int num_tiles, long first, long last) {
 #if CHUNKSERVE_ISA_LEVEL == 3
   if (uses_dot(job)) return multiply<Bf16Dot>(job, num_tiles, first, last);
 #endif
+  if (job.weight_dtype == DType::i8) return multiply<Int8Widened>(job, num_tiles, first, last);
   multiply<Bf16Widened>(job, num_tiles, first, last);
 }
 
 }  // namespace
 
-const LinearKernels linear_kernels{kMaxRowsF32, kMaxRowsBf16, &pack_tile, &multiply_any};
+const LinearKernels linear_kernels{kMaxRowsF32, kMaxRowsBf16, kMaxRowsI8, &pack_tile, &multiply_any};
 
 }  // namespace chunkserve::CHUNKSERVE_ISA

@@ -13,8 +13,9 @@ inline constexpr int kLinearMaxRows = 264;
 
 // Y = X W^T + bias for up to kLinearMaxRows rows of X.
 //
-// Weights are packed into panels of kLinearPanel columns, K rounded up to even with zeros: fp32 [panel][K][16], bf16
-// [panel][K / 2][16][2], so that the 32-bit word of a column holds two neighbours in K. Rows are cut into tiles of
+// Weights are packed into panels of kLinearPanel columns, K rounded up to even with zeros: fp32 and int8 [panel][K][16],
+// bf16 [panel][K / 2][16][2], so that the 32-bit word of a column holds two neighbours in K. Sums over int8 are
+// multiplied by the column's scale before the bias is added. Rows are cut into tiles of
 // nearly equal height; `packed_x` is [tile][K block][row of the tile][kLinearBlockK], bf16 where the level multiplies
 // bf16 pairs, else fp32. Each output is one chain of multiply-adds in rising k, whatever the tile, so that a row's bits
 // do not depend on the other rows.
@@ -23,8 +24,9 @@ struct LinearJob {
   DType x_dtype;
   const void* weight;
   DType weight_dtype;
-  const float* bias;  // [n] or null
-  void* out;          // [num_rows, n]
+  const float* scale;  // [n], of int8, else null
+  const float* bias;   // [n] or null
+  void* out;           // [num_rows, n]
   DType out_dtype;
   long num_rows;
   long n;
@@ -33,8 +35,10 @@ struct LinearJob {
 };
 
 struct LinearKernels {
-  int max_tile_rows_f32;  // by the dtype of the weights
+  // By the dtype of the weights.
+  int max_tile_rows_f32;
   int max_tile_rows_bf16;
+  int max_tile_rows_i8;
   // Fills packed_x for tile `tile` of `num_tiles`.
   void (*pack_tile)(const LinearJob& job, int tile, int num_tiles);
   // Computes all rows of the columns of panels [first, last).

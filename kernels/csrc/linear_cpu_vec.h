@@ -13,6 +13,7 @@ using Level = Simd<kWidth>;
 using Vec = Level::F;
 typedef std::uint32_t VecU32 __attribute__((vector_size(kWidth * 4)));
 typedef std::uint16_t VecU16 __attribute__((vector_size(kWidth * 2)));
+typedef std::int8_t VecI8 __attribute__((vector_size(kWidth)));
 
 struct Bf16 {
   std::uint16_t bits;

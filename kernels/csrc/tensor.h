@@ -61,7 +61,7 @@ class TensorArg {
   }
 };
 
-// A contiguous fp32 or bf16 tensor on the CPU.
+// A contiguous fp32 or bf16 tensor on the CPU; of int8 where that is said.
 struct Tensor {
   const char* name;
   void* data;
@@ -70,7 +70,7 @@ struct Tensor {
   long shape[3] = {1, 1, 1};
 
   // Throws std::invalid_argument unless the argument is one, with `dims` dimensions.
-  Tensor(const char* name, const TensorArg& arg, int dims) : name(name), ndim(dims) {
+  Tensor(const char* name, const TensorArg& arg, int dims, bool may_be_i8 = false) : name(name), ndim(dims) {
     namespace dlpack = nanobind::dlpack;
     const dlpack::dltensor& view = arg.view;
     if (view.device.device_type != nanobind::device::cpu::value) fail("must be on the CPU");
@@ -81,8 +81,10 @@ struct Tensor {
       dtype = DType::f32;
     } else if (view.dtype.code == static_cast<std::uint8_t>(dlpack::dtype_code::Bfloat) && view.dtype.bits == 16) {
       dtype = DType::bf16;
+    } else if (may_be_i8 && view.dtype == nanobind::dtype<std::int8_t>()) {
+      dtype = DType::i8;
     } else {
-      fail("must be float32 or bfloat16");
+      fail(may_be_i8 ? "must be float32, bfloat16 or int8" : "must be float32 or bfloat16");
     }
     data = static_cast<char*>(view.data) + view.byte_offset;
     for (int i = 0; i < dims; ++i) shape[i] = static_cast<long>(view.shape[i]);
@@ -98,7 +100,7 @@ struct Tensor {
   T* as() const {
     return static_cast<T*>(data);
   }
-  long element_bytes() const { return dtype == DType::f32 ? 4 : 2; }
+  long element_bytes() const { return chunkserve::element_bytes(dtype); }
   // Start of row `index` of a matrix.
   void* row(long index) const { return as<char>() + index * shape[1] * element_bytes(); }
 

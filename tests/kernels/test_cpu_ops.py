@@ -9,6 +9,8 @@ from torch import Tensor
 from chunkserve.kernels import _cpu
 from chunkserve.kernels.cpu_ops import PackedLinear, rms_norm, rope_qkv, set_num_threads, silu_mul
 
+from .int8_weights import int8_values
+
 DTYPES = (torch.float32, torch.bfloat16)
 # What one rounding to the output costs, and the sums in float32 before it.
 TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 2**-8}
@@ -39,17 +41,19 @@ def assert_close(got: Tensor, expected: Tensor, scale: Tensor | float = 1.0) -> 
     assert (error <= allowed).all(), f"error {error.max():.3g}, allowed {allowed.flatten()[error.argmax()]:.3g}"
 
 
-@pytest.mark.parametrize("weight_dtype", DTYPES)
+@pytest.mark.parametrize("weight_dtype", [*DTYPES, torch.int8])
 @pytest.mark.parametrize("x_dtype", DTYPES)
 @pytest.mark.parametrize(("n", "k"), [(3, 0), (1, 1), (16, 2), (17, 33), (40, 255), (31, 257), (96, 576), (33, 769)])
 def test_linear_is_right_and_ignores_the_batch(
     isa: str, rng: torch.Generator, n: int, k: int, x_dtype: torch.dtype, weight_dtype: torch.dtype
 ) -> None:
     rows = 300  # more than one block of rows
-    weight = torch.randn(n, k, generator=rng).to(weight_dtype)
+    weight = torch.randn(n, k, generator=rng).to(torch.float32 if weight_dtype == torch.int8 else weight_dtype)
     bias = torch.randn(n, generator=rng)
     x = torch.randn(rows, k, generator=rng).to(x_dtype)
-    linear = PackedLinear.pack(weight, bias)
+    linear = PackedLinear.pack(weight, bias, dtype=weight_dtype)
+    if weight_dtype == torch.int8:
+        weight = int8_values(weight)
     terms = x.double().abs() @ weight.double().abs().T + bias.double().abs()
     expected = x.double() @ weight.double().T + bias.double()
     whole = linear(x, poison(rows, n, dtype=torch.float32))
@@ -61,8 +65,48 @@ def test_linear_is_right_and_ignores_the_batch(
             assert torch.equal(part, whole[first : first + batch]), f"batch {batch} at {first}"
 
 
-def test_linear_does_not_depend_on_threads(isa: str, rng: torch.Generator) -> None:
-    linear = PackedLinear.pack(torch.randn(500, 64, generator=rng).bfloat16())
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_int8_keeps_each_output_in_the_scale_of_its_largest_weight(rng: torch.Generator, dtype: torch.dtype) -> None:
+    weight = torch.randn(37, 50, generator=rng) * torch.logspace(-38, 30, 37)[:, None]
+    weight[5] = 0
+    # Below what a float's exponent reaches: 190 and 20 units of the smallest number there is.
+    weight[6] = 0
+    weight[6, :2] = torch.tensor([190, 20]) * 2.0**-149
+    weight = weight.to(dtype)
+    linear = PackedLinear.pack(weight, dtype=torch.int8)
+    kept = linear(torch.eye(50), poison(50, 37, dtype=torch.float32)).T.double()
+    assert torch.isfinite(kept).all()
+    steps = weight.double().abs().amax(1, keepdim=True) / 127
+    usual = [row for row in range(37) if row != 6]
+    assert ((kept - weight.double()).abs() <= 0.5001 * steps)[usual].all()
+    assert (kept[5] == 0).all()
+    packed, scale, _ = linear.weight
+    assert packed.dtype == torch.int8
+    assert scale is not None
+    assert linear.nbytes == packed.numel() + 37 * 4
+
+
+def test_int8_refuses_what_it_cannot_stand_for() -> None:
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        for dtype in DTYPES:
+            weight = torch.ones(20, 8, dtype=dtype)
+            weight[17, 3] = bad
+            with pytest.raises(ValueError, match="not finite"):
+                PackedLinear.pack(weight, dtype=torch.int8)
+    with pytest.raises(ValueError, match=r"dtype is torch\.float16; expected None, torch\.int8"):
+        PackedLinear.pack(torch.ones(20, 8), dtype=torch.float16)
+    packed, scale, _ = PackedLinear.pack(torch.ones(20, 8), dtype=torch.int8).weight
+    x, out = torch.ones(2, 8), torch.ones(2, 20)
+    for wrong in ((packed, None, None), (packed.float(), scale, None)):
+        with pytest.raises(ValueError, match="int8 has a scale, and no other has"):
+            _cpu.linear(x, wrong, out)
+    with pytest.raises(ValueError, match=r"scale is \[19\]; expected \[20\]"):
+        _cpu.linear(x, (packed, torch.ones(19), None), out)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
+def test_linear_does_not_depend_on_threads(isa: str, rng: torch.Generator, dtype: torch.dtype) -> None:
+    linear = PackedLinear.pack(torch.randn(500, 64, generator=rng).bfloat16(), dtype=dtype)
     x = torch.randn(70, 64, generator=rng)
     before = _cpu.num_threads()
     results = []
@@ -113,7 +157,7 @@ def test_linear_names_both_sizes() -> None:
     with pytest.raises(ValueError, match="x has 1 dimensions; expected 2"):
         linear(torch.ones(8), torch.ones(1, 20))
     with pytest.raises(TypeError):
-        _cpu.linear([[1.0]], linear.packed, None, torch.ones(1, 20))  # type: ignore[arg-type]
+        _cpu.linear([[1.0]], linear.weight, torch.ones(1, 20))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

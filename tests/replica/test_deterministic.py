@@ -32,11 +32,14 @@ def sampling_of(i: int) -> dict[str, object]:
     return {"logprobs": 5} | ({"temperature": 0.8, "top_p": 0.9, "seed": i} if i % 2 else {})
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("dtype", "weight_dtype"), [("float32", None), ("bfloat16", None), ("bfloat16", "int8")])
 def test_same_bits_alone_and_in_a_batch_cold_and_warm_whole_and_in_pieces(
-    small_model: Path, tokenizer, dtype: str
+    small_model: Path, tokenizer, dtype: str, weight_dtype: str | None
 ) -> None:
-    sizes = {"deterministic": True, "max_sequence_tokens": 1024, "pool_chunks": 400, "max_running": 32, "dtype": dtype}
+    sizes = {
+        "deterministic": True, "max_sequence_tokens": 1024, "pool_chunks": 400, "max_running": 32, "dtype": dtype,
+        "weight_dtype": weight_dtype,
+    }  # fmt: skip
     prompts = prompts_of(tokenizer)
     alone = Replica(small_model, **sizes, max_step_tokens=1024)  # a prompt is one piece
     for i, prompt in enumerate(prompts):

@@ -17,6 +17,7 @@ from chunkserve.replica.model import Decoder, DecoderConfig
 from chunkserve.replica.model_config import ModelError
 
 from ..cluster.rank_threads import on_ranks  # noqa: TID252
+from ..kernels.int8_weights import int8_values  # noqa: TID252
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -79,19 +80,58 @@ def test_logits_equal_those_of_transformers(tmp_path: Path, name: str) -> None:
     torch.testing.assert_close(logits_in_two_steps(model, token_ids, 37), want, atol=2e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "weight_dtype"), [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, torch.int8)]
+)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_layers_in_one_call_have_the_bits_of_their_pieces(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype | None,
 ) -> None:
     save(tmp_path, **CONFIGS[name])
-    model = Decoder(tmp_path, dtype=dtype, max_tokens=128)
+    model = Decoder(tmp_path, dtype=dtype, weight_dtype=weight_dtype, max_tokens=128)
     token_ids = torch.randint(101, (70,), generator=torch.Generator().manual_seed(4)).tolist()
     kv = store(model)
     assert model._native_layers(kv) is model._native_layers(kv) is not None
     together = logits_in_two_steps(model, token_ids, 69)
     monkeypatch.setattr(model, "_native_layers", lambda kv: None)
     assert torch.equal(together, logits_in_two_steps(model, token_ids, 69))
+
+
+@pytest.mark.parametrize("name", ["biases", "llama3_like"])
+def test_int8_weights_are_a_model_of_rounded_weights(tmp_path: Path, name: str) -> None:
+    reference = save(tmp_path, **CONFIGS[name])
+    token_ids = torch.randint(101, (70,), generator=torch.Generator().manual_seed(6)).tolist()
+    stored = reference(torch.tensor([token_ids])).logits[0]
+    with torch.no_grad():
+        for module in reference.modules():
+            if isinstance(module, torch.nn.Linear):
+                module.weight.copy_(int8_values(module.weight))
+    want = reference(torch.tensor([token_ids])).logits[0]
+    model = Decoder(tmp_path, dtype=torch.float32, weight_dtype=torch.int8, max_tokens=128)
+    torch.testing.assert_close(logits_in_two_steps(model, token_ids, 37), want, atol=1e-3, rtol=1e-4)
+    assert (want - stored).abs().max() > 0.1, "rounding shows"
+
+
+def test_ranks_round_their_own_weights_and_agree(tmp_path: Path) -> None:
+    reference = save(tmp_path, **CONFIGS["llama3_like"])
+    token_ids = torch.randint(101, (40,), generator=torch.Generator().manual_seed(7)).tolist()
+    want = reference(torch.tensor([token_ids])).logits[0]
+
+    alone = logits_in_two_steps(Decoder(tmp_path, weight_dtype=torch.int8, max_tokens=64), token_ids, 20)
+
+    def run(group: RankGroup) -> torch.Tensor:
+        model = Decoder(tmp_path, weight_dtype=torch.int8, max_tokens=64, rank=group.rank, num_ranks=2)
+        model.collectives = Collectives(group, max_rows=40, hidden_size=model.config.hidden_size)
+        return logits_in_two_steps(model, token_ids, 20)
+
+    results = on_ranks(2, run)
+    assert torch.equal(*results)
+    assert not torch.equal(results[0], alone), "columns that are split have other scales"
+    assert (results[0] - want).abs().mean() < 1.2 * (alone - want).abs().mean()
 
 
 @pytest.mark.parametrize(

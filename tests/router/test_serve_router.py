@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -221,6 +221,12 @@ def test_a_replica_that_drains_gets_no_new_prefixes_and_ends_its_streams(server:
     def replicas() -> set[str]:
         return set(httpx.get(f"{server.url}/status", timeout=60).json()["replicas"])
 
+    def until_there_are(number: int, among: Set[str] = frozenset()) -> None:
+        deadline = time.monotonic() + 120
+        while len(replicas()) != number or not among <= replicas():
+            assert time.monotonic() < deadline
+            time.sleep(0.5)
+
     def scale(num_replicas: int) -> None:
         dashboard = re.search(r"dashboard at .*?(http://[\w.:]+)", "".join(server.lines))
         assert dashboard
@@ -241,6 +247,7 @@ def test_a_replica_that_drains_gets_no_new_prefixes_and_ends_its_streams(server:
         )
         return answer.headers["x-chunkserve-replica"], answer.text
 
+    until_there_are(2)
     with ThreadPoolExecutor(8) as pool:
         streams = [pool.submit(stream, number) for number in range(600, 608)]
         while not httpx.get(f"{server.url}/metrics", timeout=60).text.count("chunkserve_running_sequences{"):
@@ -251,14 +258,14 @@ def test_a_replica_that_drains_gets_no_new_prefixes_and_ends_its_streams(server:
         new = {ask(server, prompt_of(number), cache_salt="drain")[0] for number in range(620, 626)}
         ended = [one.result() for one in streams]
     assert len({replica for replica, _ in ended}) == 2, "both had streams"
-    assert all(text.endswith("data: [DONE]\n\n") and "error" not in text for _, text in ended)
+    for _, text in ended:
+        # As a key: the model writes the word now and then, in quotes that JSON escapes.
+        assert '"error":' not in text
+        assert text.endswith("data: [DONE]\n\n")
     assert len(new) == 1, "new prefixes go to the one that stays"
     for number in (1, 2):
         scale(number)
-        deadline = time.monotonic() + 120
-        while len(replicas()) != number or not new <= replicas():
-            assert time.monotonic() < deadline
-            time.sleep(0.5)
+        until_there_are(number, among=new)
 
 
 def test_requests_survive_the_death_of_a_replica(server: LocalServer) -> None:

@@ -1,4 +1,4 @@
-"""K and V in fp8 under the real model: nearly the same words at half the memory."""
+"""K and V in fp8, and weights in int8, under the real model: nearly the same words at half the memory."""
 
 import os
 from pathlib import Path
@@ -6,13 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import GPTNeoXConfig
 
 from chunkserve.kernels.dispatch import FP8, AttentionProblem, select_backend
 from chunkserve.kernels.plan import build_plan
-from chunkserve.replica.build import build_engine
+from chunkserve.replica.build import _why_not_int8, build_engine, check_options, load_config
 from chunkserve.replica.kv_store import KVStore, bytes_per_chunk
 from chunkserve.replica.model import Decoder
-from chunkserve.replica.options import ReplicaOptions
+from chunkserve.replica.options import BuildError, ReplicaOptions
 from chunkserve.replica.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.model
@@ -41,6 +42,23 @@ def test_fp8_predicts_a_text_nearly_as_well(small_model: Path) -> None:
     fp8, stored = _mean_nll(model, token_ids, FP8), _mean_nll(model, token_ids, None)
     assert fp8 != stored
     assert abs(fp8 - stored) < 0.03
+
+
+def test_int8_predicts_a_text_nearly_as_well(small_model: Path) -> None:
+    token_ids = Tokenizer(small_model).encode(TEXT.read_text())[:384]
+    int8, stored = (
+        _mean_nll(Decoder(small_model, weight_dtype=weight_dtype, max_tokens=512), token_ids, None)
+        for weight_dtype in (torch.int8, None)
+    )
+    assert int8 != stored
+    assert abs(int8 - stored) < 0.03
+
+
+def test_int8_where_it_is_not_offered_is_refused(tmp_path: Path) -> None:
+    GPTNeoXConfig(hidden_size=64, num_attention_heads=4, num_hidden_layers=1, vocab_size=32).save_pretrained(tmp_path)
+    with pytest.raises(BuildError, match="weight_dtype is int8; this model runs as transformers wrote it"):
+        check_options(ReplicaOptions(model=os.fspath(tmp_path), weight_dtype="int8", device="cpu"))
+    assert "device is cuda" in str(_why_not_int8(load_config(tmp_path), "cuda"))
 
 
 def test_the_knob_halves_a_chunk(small_model: Path) -> None:
