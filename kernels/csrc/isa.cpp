@@ -3,8 +3,31 @@
 #include <atomic>
 #include <stdexcept>
 
+#if defined(CHUNKSERVE_X86) && defined(__linux__) && !defined(CHUNKSERVE_EMULATE_AVX512)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace chunkserve {
 namespace {
+
+#if defined(CHUNKSERVE_X86)
+// Linux gives a process the tile registers when it asks for them; a CPU or a kernel without them says no.
+bool has_amx_bf16() {
+#if defined(CHUNKSERVE_EMULATE_AVX512)
+  return true;
+#elif defined(__linux__)
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24;
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) || !(edx & kBf16) || !(edx & kTile)) return false;
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+#endif
 
 bool supported(Isa isa) {
 #if defined(CHUNKSERVE_X86)
@@ -26,6 +49,10 @@ bool supported(Isa isa) {
       return avx512;
     case Isa::avx512_bf16:
       return bf16;
+    case Isa::amx_bf16: {
+      static const bool amx = has_amx_bf16();
+      return bf16 && amx;
+    }
   }
 #endif
   return isa == Isa::portable;
@@ -39,7 +66,7 @@ std::atomic<Isa>& current() {
 }  // namespace
 
 const char* isa_name(Isa isa) {
-  constexpr const char* kNames[kNumIsas] = {"portable", "avx2", "avx512", "avx512_bf16"};
+  constexpr const char* kNames[kNumIsas] = {"portable", "avx2", "avx512", "avx512_bf16", "amx_bf16"};
   return kNames[static_cast<int>(isa)];
 }
 

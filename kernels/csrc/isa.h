@@ -11,8 +11,9 @@
 
 namespace chunkserve {
 
-enum class Isa : int { portable = 0, avx2 = 1, avx512 = 2, avx512_bf16 = 3 };
-inline constexpr int kNumIsas = 4;
+// amx_bf16 differs from avx512_bf16 in linear_cpu_kernels.cpp only; other sources have no such level.
+enum class Isa : int { portable = 0, avx2 = 1, avx512 = 2, avx512_bf16 = 3, amx_bf16 = 4 };
+inline constexpr int kNumIsas = 5;
 
 const char* isa_name(Isa isa);
 // What this build has and this CPU can run, worst first.

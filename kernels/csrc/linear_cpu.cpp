@@ -31,6 +31,7 @@ constexpr const LinearKernels* kLevels[kNumIsas] = {
     &avx2::linear_kernels,
     &avx512::linear_kernels,
     &avx512_bf16::linear_kernels,
+    &amx_bf16::linear_kernels,
 #endif
 };
 

@@ -15,7 +15,7 @@ constexpr long blocks_of(long k) { return k > 0 ? (k + kLinearBlockK - 1) / kLin
 // be enough of them to hide the latency of a multiply-add (8 on current x86): few rows take two panels at once.
 #if CHUNKSERVE_ISA_LEVEL >= 2
 constexpr int kMaxRowsF32 = 12;
-constexpr int kMaxRowsBf16 = 12;
+constexpr int kMaxRowsBf16 = CHUNKSERVE_ISA_LEVEL == 4 ? 32 : 12;
 constexpr int kMaxRowsI8 = 12;
 constexpr int kMaxRowsWide = 12;
 #elif CHUNKSERVE_ISA_LEVEL == 1
@@ -44,6 +44,7 @@ struct F32 {
   static CHUNKSERVE_INLINE void multiply_add(Vec x, Vec w, Vec& acc) { fma_into(acc, x, w); }
 };
 
+#if CHUNKSERVE_ISA_LEVEL < 3
 struct Bf16Widened {
   using X = float;
   static constexpr int kMaxRows = kMaxRowsBf16;
@@ -58,6 +59,8 @@ struct Bf16Widened {
   static CHUNKSERVE_INLINE void multiply_add(Vec x, Vec w, Vec& acc) { fma_into(acc, x, w); }
 };
 
+#endif
+
 struct Int8Widened {
   using X = float;
   static constexpr int kMaxRows = kMaxRowsI8;
@@ -65,10 +68,7 @@ struct Int8Widened {
   static constexpr int kPairBytes = kLinearPanel * 2;
   static constexpr bool kReload = false;
   static CHUNKSERVE_INLINE Vec weight(const char* pair, int vector, int step) {
-    VecI8 bytes;
-    __builtin_memcpy(&bytes, pair + step * kLinearPanel + vector * kWidth, sizeof(bytes));
-    // By way of 32 bits: GCC converts bytes to floats one by one.
-    return __builtin_convertvector(__builtin_convertvector(bytes, Level::I), Vec);
+    return load_i8(pair + step * kLinearPanel + vector * kWidth);
   }
   static CHUNKSERVE_INLINE Vec x(const float* row, long pair, int step) { return Level::set(row[2 * pair + step]); }
   static CHUNKSERVE_INLINE void multiply_add(Vec x, Vec w, Vec& acc) { fma_into(acc, x, w); }
@@ -186,6 +186,14 @@ void finish(const LinearJob& job, const float* acc, long stride, long first_colu
   }
 }
 
+void finish_any(const LinearJob& job, const float* acc, long stride, long first_column) {
+  if (job.out_dtype == DType::f32) {
+    finish<float>(job, acc, stride, first_column);
+  } else {
+    finish<Bf16>(job, acc, stride, first_column);
+  }
+}
+
 template <class Math>
 void multiply(const LinearJob& job, int num_tiles, long first, long last) {
   alignas(64) float acc[kLinearMaxRows * 2 * kLinearPanel];
@@ -215,14 +223,123 @@ void multiply(const LinearJob& job, int num_tiles, long first, long last) {
                     ahead, acc + row * stride);
       }
     }
-    if (job.out_dtype == DType::f32) {
-      finish<float>(job, acc, stride, panel * kLinearPanel);
-    } else {
-      finish<Bf16>(job, acc, stride, panel * kLinearPanel);
-    }
+    finish_any(job, acc, stride, panel * kLinearPanel);
     panel += panels;
   }
 }
+
+#if CHUNKSERVE_ISA_LEVEL == 4
+// Tiles of AMX: 16 rows of 64 bytes. A panel's 16 pairs of K are one as they lie there, and so are 16 rows of 32 bf16 of
+// x. The hardware adds up even and odd products of such 32 apart, then both to the sum: bits depend on no other row.
+constexpr int kTileRows = 16;
+constexpr long kTilePairs = 16;
+constexpr long kTileBytes = 1024;
+
+// Which register is which: sums 0 to 3, x 4 and 5, weights 6 and 7.
+struct alignas(64) TileConfig {
+  std::uint8_t palette = 1;
+  std::uint8_t start_row = 0;
+  std::uint8_t reserved[14] = {};
+  std::uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  std::uint8_t rows[16] = {};
+
+  // Sums of `rows` rows, 16 and the rest where there are more, the second ones in 2 and 3.
+  explicit TileConfig(int num_rows) {
+    const auto first = static_cast<std::uint8_t>(num_rows < kTileRows ? num_rows : kTileRows);
+    const auto second = static_cast<std::uint8_t>(num_rows > kTileRows ? num_rows - kTileRows : first);
+    rows[0] = rows[1] = rows[4] = first;
+    rows[2] = rows[3] = rows[5] = second;
+    rows[6] = rows[7] = kTileRows;
+  }
+};
+
+// sums [rows, Panels * 16] = x [rows, K] times panels. With Tall there are more than 16 rows, and at most two panels.
+template <bool Tall, int Panels>
+void multiply_tiles(const Bf16* x, long x_block, const char* weight, long panel_bytes, long num_pairs,
+                    const char* last_pairs, float* sums, long stride) {
+  static_assert(Panels <= (Tall ? 2 : 4));
+  constexpr long kRowBytes = kLinearBlockK * sizeof(Bf16);
+  constexpr long kPairsPerBlock = kLinearBlockK / 2;
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  for (long pair = 0; pair < num_pairs; pair += kTilePairs) {
+    const Bf16* at = x + pair / kPairsPerBlock * x_block + pair % kPairsPerBlock * 2;
+    const bool whole = pair + kTilePairs <= num_pairs;
+    const char* w = whole ? weight + pair * kLinearPanel * 4 : last_pairs;
+    const long step = whole ? panel_bytes : kTileBytes;
+    _tile_loadd(4, at, kRowBytes);
+    _tile_loadd(6, w, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    if constexpr (Panels > 1) {
+      _tile_loadd(7, w + step, 64);
+      _tile_dpbf16ps(1, 4, 7);
+    }
+    if constexpr (Tall) {
+      _tile_loadd(5, at + kTileRows * kLinearBlockK, kRowBytes);
+      _tile_dpbf16ps(2, 5, 6);
+      if constexpr (Panels > 1) _tile_dpbf16ps(3, 5, 7);
+    }
+    if constexpr (Panels > 2) {
+      _tile_loadd(6, w + 2 * step, 64);
+      _tile_dpbf16ps(2, 4, 6);
+    }
+    if constexpr (Panels > 3) {
+      _tile_loadd(7, w + 3 * step, 64);
+      _tile_dpbf16ps(3, 4, 7);
+    }
+  }
+  _tile_stored(0, sums, stride * 4);
+  if constexpr (Panels > 1) _tile_stored(1, sums + kLinearPanel, stride * 4);
+  if constexpr (Tall) _tile_stored(2, sums + kTileRows * stride, stride * 4);
+  if constexpr (Tall && Panels > 1) _tile_stored(3, sums + kTileRows * stride + kLinearPanel, stride * 4);
+  if constexpr (Panels > 2) _tile_stored(2, sums + 2 * kLinearPanel, stride * 4);
+  if constexpr (Panels > 3) _tile_stored(3, sums + 3 * kLinearPanel, stride * 4);
+}
+
+void multiply_bf16(const LinearJob& job, int num_tiles, long first, long last) {
+  alignas(64) float acc[kLinearMaxRows * 2 * kLinearPanel];
+  alignas(64) char last_pairs[4 * kTileBytes];
+  using Tiles = decltype(&multiply_tiles<false, 1>);
+  constexpr Tiles kFlat[] = {nullptr, &multiply_tiles<false, 1>, &multiply_tiles<false, 2>, &multiply_tiles<false, 3>,
+                             &multiply_tiles<false, 4>};
+  constexpr Tiles kTall[] = {nullptr, &multiply_tiles<true, 1>, &multiply_tiles<true, 2>};
+  const long num_pairs = (job.k + 1) / 2, panel_bytes = num_pairs * kLinearPanel * 4;
+  const long num_blocks = blocks_of(job.k);
+  const long tallest = (job.num_rows + num_tiles - 1) / num_tiles;
+  const long rest_bytes = num_pairs % kTilePairs * kLinearPanel * 4;
+  const auto* x = static_cast<const Bf16*>(static_cast<const void*>(job.packed_x));
+  long configured = 0;
+  for (long panel = first; panel < last;) {
+    const long most = tallest > kTileRows ? 2 : 4;
+    const long panels = last - panel < most ? last - panel : most;
+    const char* weight = static_cast<const char*>(job.weight) + panel * panel_bytes;
+    const long stride = panels * kLinearPanel;
+    if (rest_bytes) {
+      __builtin_memset(last_pairs, 0, sizeof(last_pairs));
+      for (long p = 0; p < panels; ++p) {
+        __builtin_memcpy(last_pairs + p * kTileBytes, weight + (p + 1) * panel_bytes - rest_bytes,
+                         static_cast<unsigned long>(rest_bytes));
+      }
+    }
+    for (int tile = 0; tile < num_tiles; ++tile) {
+      const long row = tile * job.num_rows / num_tiles;
+      const long rows = (tile + 1) * job.num_rows / num_tiles - row;
+      if (rows != configured) {
+        const TileConfig config(static_cast<int>(rows));
+        _tile_loadconfig(&config);
+        configured = rows;
+      }
+      (rows > kTileRows ? kTall : kFlat)[panels](x + row * num_blocks * kLinearBlockK, rows * kLinearBlockK, weight,
+                                                panel_bytes, num_pairs, last_pairs, acc + row * stride, stride);
+    }
+    finish_any(job, acc, stride, panel * kLinearPanel);
+    panel += panels;
+  }
+  _tile_release();
+}
+#endif
 
 template <class In, class Out>
 void pack_rows(const LinearJob& job, int tile, int num_tiles) {
@@ -241,36 +358,31 @@ void pack_rows(const LinearJob& job, int tile, int num_tiles) {
       } else {
         for_vectors(count, [&](auto load_at, auto store_at) { store_at(out, load_at(in)); });
       }
-      if (count % 2) out[count] = Out{};
+      constexpr long kMultiple = sizeof(Out) == sizeof(Bf16) ? 32 : 2;
+      for (long i = count; i % kMultiple; ++i) out[i] = Out{};
     }
   }
 }
 
-bool uses_dot([[maybe_unused]] const LinearJob& job) {
-#if CHUNKSERVE_ISA_LEVEL == 3
-  return job.weight_dtype == DType::bf16 && job.x_dtype == DType::bf16;
-#else
-  return false;
-#endif
-}
-
 void pack_tile(const LinearJob& job, int tile, int num_tiles) {
+  const bool narrow = CHUNKSERVE_ISA_LEVEL >= 3 && job.weight_dtype == DType::bf16;
   if (job.x_dtype == DType::f32) {
-    pack_rows<float, float>(job, tile, num_tiles);
-  } else if (uses_dot(job)) {
-    pack_rows<Bf16, Bf16>(job, tile, num_tiles);
+    narrow ? pack_rows<float, Bf16>(job, tile, num_tiles) : pack_rows<float, float>(job, tile, num_tiles);
   } else {
-    pack_rows<Bf16, float>(job, tile, num_tiles);
+    narrow ? pack_rows<Bf16, Bf16>(job, tile, num_tiles) : pack_rows<Bf16, float>(job, tile, num_tiles);
   }
 }
 
 void multiply_any(const LinearJob& job, int num_tiles, long first, long last) {
   if (job.weight_dtype == DType::f32) return multiply<F32>(job, num_tiles, first, last);
-#if CHUNKSERVE_ISA_LEVEL == 3
-  if (uses_dot(job)) return multiply<Bf16Dot>(job, num_tiles, first, last);
-#endif
   if (job.weight_dtype == DType::i8) return multiply<Int8Widened>(job, num_tiles, first, last);
+#if CHUNKSERVE_ISA_LEVEL == 4
+  multiply_bf16(job, num_tiles, first, last);
+#elif CHUNKSERVE_ISA_LEVEL == 3
+  multiply<Bf16Dot>(job, num_tiles, first, last);
+#else
   multiply<Bf16Widened>(job, num_tiles, first, last);
+#endif
 }
 
 }  // namespace

@@ -11,14 +11,14 @@ inline constexpr int kLinearBlockK = 256;
 // Rows of one call of LinearKernels::multiply at most.
 inline constexpr int kLinearMaxRows = 264;
 
-// Y = X W^T + bias for up to kLinearMaxRows rows of X.
+// Y = X W^T + bias for up to kLinearMaxRows rows of X. Levels that multiply bf16 pairs round X to bf16 where W is bf16.
 //
 // Weights are packed into panels of kLinearPanel columns, K rounded up to even with zeros: fp32 and int8 [panel][K][16],
 // bf16 [panel][K / 2][16][2], so that the 32-bit word of a column holds two neighbours in K. Sums over int8 are
 // multiplied by the column's scale before the bias is added. Rows are cut into tiles of
-// nearly equal height; `packed_x` is [tile][K block][row of the tile][kLinearBlockK], bf16 where the level multiplies
-// bf16 pairs, else fp32. Each output is one chain of multiply-adds in rising k, whatever the tile, so that a row's bits
-// do not depend on the other rows.
+// nearly equal height; `packed_x` is [tile][K block][row of the tile][kLinearBlockK], bf16 where pairs are multiplied,
+// else fp32; bf16 ends with zeros up to a multiple of 32. Each output is one chain of multiply-adds in rising k, whatever
+// the tile, so that a row's bits do not depend on the other rows.
 struct LinearJob {
   const void* x;  // [num_rows, k]
   DType x_dtype;
@@ -56,6 +56,9 @@ namespace avx512 {
 extern const LinearKernels linear_kernels;
 }
 namespace avx512_bf16 {
+extern const LinearKernels linear_kernels;
+}
+namespace amx_bf16 {
 extern const LinearKernels linear_kernels;
 }
 #endif

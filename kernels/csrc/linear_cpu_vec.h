@@ -13,7 +13,6 @@ using Level = Simd<kWidth>;
 using Vec = Level::F;
 typedef std::uint32_t VecU32 __attribute__((vector_size(kWidth * 4)));
 typedef std::uint16_t VecU16 __attribute__((vector_size(kWidth * 2)));
-typedef std::int8_t VecI8 __attribute__((vector_size(kWidth)));
 
 struct Bf16 {
   std::uint16_t bits;
@@ -36,6 +35,22 @@ CHUNKSERVE_INLINE Vec load(const Bf16* p) {
   VecU16 bits;
   __builtin_memcpy(&bits, p, sizeof(bits));
   return (Vec)(__builtin_convertvector(bits, VecU32) << 16);
+}
+
+// Spelled out where it can be: GCC 12 converts a vector of bytes one by one. With a mask of all lanes, since it warns of
+// what _mm512_cvtepi8_epi32 leaves undefined.
+CHUNKSERVE_INLINE Vec load_i8(const char* p) {
+#if CHUNKSERVE_ISA_LEVEL >= 2 && !defined(CHUNKSERVE_EMULATE_AVX512)
+  const __m512i x = _mm512_maskz_cvtepi8_epi32(0xffff, _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  return __builtin_convertvector((Level::I)x, Vec);
+#elif CHUNKSERVE_ISA_LEVEL == 1
+  const __m256i x = _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  return __builtin_convertvector((Level::I)x, Vec);
+#else
+  Vec x;
+  for (int i = 0; i < kWidth; ++i) x[i] = static_cast<signed char>(p[i]);
+  return x;
+#endif
 }
 
 CHUNKSERVE_INLINE void store(float* p, Vec v) { Level::store(p, v); }

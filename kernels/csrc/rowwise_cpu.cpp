@@ -22,6 +22,7 @@ constexpr const RowwiseKernels* kLevels[kNumIsas] = {
     &avx2::rowwise_kernels,
     &avx512::rowwise_kernels,
     &avx512_bf16::rowwise_kernels,
+    &avx512_bf16::rowwise_kernels,  // amx_bf16
 #endif
 };
 

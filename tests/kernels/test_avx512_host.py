@@ -1,4 +1,4 @@
-"""The AVX-512 levels on a CPU without them: their sources as AVX2 code (avx512_host_shim.h), under the CPU tests."""
+"""The AVX-512 and AMX levels on a CPU without them: their sources as AVX2 code (avx512_host_shim.h), under the CPU tests."""
 
 import os
 import re
@@ -17,10 +17,10 @@ TESTS = [f"tests/kernels/test_cpu_{name}.py" for name in ("ops", "tpp", "decoder
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_avx512_levels_pass_the_tests_of_the_cpu_kernels(tmp_path: Path) -> None:
+def test_the_avx512_and_amx_levels_pass_the_tests_of_the_cpu_kernels(tmp_path: Path) -> None:
     if "avx2" not in _cpu.supported_isas():
         pytest.skip("the levels are emulated by AVX2, which this CPU lacks")
-    if "avx512_bf16" in _cpu.supported_isas():
+    if "amx_bf16" in _cpu.supported_isas():
         pytest.skip("this CPU runs the levels themselves")
     options = ["-C", f"build-dir={tmp_path / 'build'}", "-C", "cmake.define.CHUNKSERVE_EMULATE_AVX512=ON"]
     wheel = ["wheel", "--quiet", "--no-deps", "--no-build-isolation", *options, "-w", str(tmp_path), str(ROOT)]
@@ -31,7 +31,7 @@ def test_the_avx512_levels_pass_the_tests_of_the_cpu_kernels(tmp_path: Path) -> 
         module = archive.extract(name, tmp_path)
     plugins = ["-p", "tests.kernels.emulated_cpu", "-p", "no:cacheprovider", "-n", "0"]
     passed = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", *plugins, *TESTS, "-k", "avx512"],
+        [sys.executable, "-m", "pytest", "-q", *plugins, *TESTS, "-k", "avx512 or amx"],
         capture_output=True,
         text=True,
         cwd=ROOT,

@@ -1,5 +1,5 @@
-// AVX-512 for CPUs without it: what sources of its levels call, lane by lane, as Intel's manual has it. CMakeLists.txt
-// includes this before them with -DCHUNKSERVE_EMULATE_AVX512=ON, and gives them the compiler flags of AVX2.
+// AVX-512 and AMX for CPUs without them: what sources of their levels call, lane by lane, as Intel's manual has it.
+// CMakeLists.txt includes this before them with -DCHUNKSERVE_EMULATE_AVX512=ON, and gives them the flags of AVX2.
 #pragma once
 
 #include <immintrin.h>
@@ -99,6 +99,59 @@ AVX512_HOST __m512i slli_epi32(__m512i from, int count) {
   return pack<__m512i>(x);
 }
 
+// Tiles of AMX, of a thread: their sizes are what _tile_loadconfig said last, and outside of them they are zero.
+struct Tile {
+  int rows, row_bytes;
+  unsigned char at[16][64];
+};
+static thread_local Tile tiles[8];
+
+inline void tile_loadconfig(const void* config) {
+  const auto* bytes = static_cast<const unsigned char*>(config);
+  for (int i = 0; i < 8; ++i) {
+    tiles[i] = {};
+    tiles[i].rows = bytes[48 + i];
+    tiles[i].row_bytes = bytes[16 + 2 * i] + 256 * bytes[17 + 2 * i];
+  }
+}
+
+inline void tile_release() { std::memset(tiles, 0, sizeof(tiles)); }
+inline void tile_zero(int i) { std::memset(tiles[i].at, 0, sizeof(tiles[i].at)); }
+
+inline void tile_loadd(int i, const void* base, long stride) {
+  tile_zero(i);
+  for (int r = 0; r < tiles[i].rows; ++r) {
+    std::memcpy(tiles[i].at[r], static_cast<const char*>(base) + r * stride, tiles[i].row_bytes);
+  }
+}
+
+inline void tile_stored(int i, void* base, long stride) {
+  for (int r = 0; r < tiles[i].rows; ++r) {
+    std::memcpy(static_cast<char*>(base) + r * stride, tiles[i].at[r], tiles[i].row_bytes);
+  }
+}
+
+AVX512_HOST void tile_dpbf16ps(int sums, int a, int b) {
+  Tile& c = tiles[sums];
+  const auto element = [](const Tile& tile, int row, int i) {
+    std::uint16_t bits;
+    std::memcpy(&bits, tile.at[row] + 2 * i, 2);
+    return from_bf16(bits);
+  };
+  for (int m = 0; m < c.rows; ++m) {
+    for (int n = 0; n < c.row_bytes / 4; ++n) {
+      float even = 0.0f, odd = 0.0f, sum;
+      for (int k = 0; k < tiles[a].row_bytes / 4; ++k) {
+        even = no_denormal(__builtin_fmaf(element(tiles[a], m, 2 * k), element(tiles[b], k, 2 * n), even));
+        odd = no_denormal(__builtin_fmaf(element(tiles[a], m, 2 * k + 1), element(tiles[b], k, 2 * n + 1), odd));
+      }
+      std::memcpy(&sum, c.at[m] + 4 * n, 4);
+      sum = no_denormal(no_denormal(sum) + no_denormal(even + odd));
+      std::memcpy(c.at[m] + 4 * n, &sum, 4);
+    }
+  }
+}
+
 // What linear_cpu_vec.h has as an instruction of its own.
 template <class Vec>
 AVX512_HOST void fma_into(Vec& acc, Vec a, Vec b) {
@@ -113,6 +166,16 @@ AVX512_HOST void fma_into(Vec& acc, Vec a, Vec b) {
 #define _mm512_max_ps avx512_host::max_ps
 #define _mm512_cvtph_ps avx512_host::cvtph_ps
 #define _mm512_cvtepu16_epi32 avx512_host::cvtepu16_epi32
-// A macro in GCC's header, without optimisation.
+// Macros in GCC's headers.
+#undef _tile_loadd
+#undef _tile_stored
+#undef _tile_zero
+#undef _tile_dpbf16ps
+#define _tile_loadconfig avx512_host::tile_loadconfig
+#define _tile_release avx512_host::tile_release
+#define _tile_zero avx512_host::tile_zero
+#define _tile_loadd avx512_host::tile_loadd
+#define _tile_stored avx512_host::tile_stored
+#define _tile_dpbf16ps avx512_host::tile_dpbf16ps
 #undef _mm512_slli_epi32
 #define _mm512_slli_epi32 avx512_host::slli_epi32
