@@ -19,8 +19,9 @@ const AttentionKernels& kernels_in_force() {
     case Isa::avx512:
       return avx512::attention_kernels;
     case Isa::avx512_bf16:
-    case Isa::amx_bf16:
       return avx512_bf16::attention_kernels;
+    case Isa::amx_bf16:
+      return amx_bf16::attention_kernels;
     case Isa::portable:
       break;
   }

@@ -13,9 +13,10 @@ inline constexpr int kMaxHeadDim = 256;
 inline constexpr int kPanel = 64;
 // Keys whose logits are held at once.
 inline constexpr int kBlockTokens = 64;
-// Rows (query token, query head of the group) that one task holds; a multiple of kTileRows.
+// Rows (query token, query head of the group) that one task holds; a multiple of those that products take at once.
 inline constexpr int kBlockRows = 48;
 inline constexpr int kTileRows = 6;
+inline constexpr int kMaxTileRows = 16;
 
 // Row strides of the scratch arrays are constants so that the inner loops address them by immediates.
 inline constexpr int kStrideQ = kMaxHeadDim + 16;
@@ -110,6 +111,9 @@ namespace avx512 {
 extern const AttentionKernels attention_kernels;
 }
 namespace avx512_bf16 {
+extern const AttentionKernels attention_kernels;
+}
+namespace amx_bf16 {
 extern const AttentionKernels attention_kernels;
 }
 #endif

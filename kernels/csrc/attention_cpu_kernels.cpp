@@ -34,6 +34,18 @@ void read_row(DType dtype, const void* base, std::int64_t offset, int n, float* 
   }
 }
 
+// Rounded to bf16, with zeros up to a multiple of 32.
+void read_row_bf16(DType dtype, const void* base, std::int64_t offset, int n, std::uint16_t* out) {
+  if (dtype == DType::bf16) {
+    __builtin_memcpy(out, static_cast<const std::uint16_t*>(base) + offset, static_cast<unsigned long>(n) * 2);
+  } else {
+    float row[kMaxHeadDim];
+    read_row(dtype, base, offset, n, row);
+    for (int i = 0; i < n; ++i) out[i] = to_bf16(row[i]);
+  }
+  for (int i = n; i % 32; ++i) out[i] = 0;
+}
+
 void write_row(DType dtype, void* base, std::int64_t offset, int n, const float* in, float factor) {
   if (dtype == DType::f32) {
     float* p = static_cast<float*>(base) + offset;
@@ -72,7 +84,7 @@ struct Piece {
 };
 constexpr int kMaxPieces = kBlockTokens / 16;
 
-// Up to kTileRows rows of a task, and the keys [first, end) of the current block that any of them sees.
+// Rows of a task that are multiplied at once, and the keys [first, end) of the current block that any of them sees.
 struct RowGroup {
   int begin;
   int count;
@@ -109,8 +121,8 @@ CHUNKSERVE_INLINE void transform_logits(const AttentionCall& call, float* s, int
 template <bool kPairs>
 CHUNKSERVE_INLINE void softmax_rows(AttentionScratch& scratch, int begin, int end, const int* first, const int* last,
                                     int padded, float scale_log2) {
-  float shift[kTileRows];
-  typename V::F sums[kTileRows];
+  float shift[kMaxTileRows];
+  typename V::F sums[kMaxTileRows];
   for (int r = begin; r < end; ++r) {
     float* s = scratch.s + r * kStrideS;
     for (int i = 0; i < first[r - begin]; ++i) s[i] = -kInf;
@@ -142,6 +154,8 @@ CHUNKSERVE_INLINE void softmax_rows(AttentionScratch& scratch, int begin, int en
       V::store(s + i, p);
       sum += p;
     }
+    // Tiles take weights in twos of 16.
+    if constexpr (kPairs) __builtin_memset(reinterpret_cast<std::uint16_t*>(s) + padded, 0, 32);
     sums[r - begin] = sum;
   }
   for (int r = begin; r < end; ++r) {
@@ -162,13 +176,15 @@ struct Attention {
   const int d = call.head_dim;
   const int c = call.chunk_size;
   const int rows = task.row_end - task.row_begin;
-  const int groups = (rows + kTileRows - 1) / kTileRows;
+  const int groups = (rows + Product::kRows - 1) / Product::kRows;
   const int q_begin = call.item_q_begin[task.item];
   const int kv_begin = call.item_kv_begin[task.item];
   const int kv_len = call.item_kv_len[task.item];
   // Soft-cap and ALiBi leave the logits scaled and in base 2.
   const bool transforms = call.softcap > 0.0f || call.alibi_slopes != nullptr;
   const float scale_log2 = transforms ? 1.0f : call.scale * kLog2e;
+
+  Gemm<Product> gemm{};
 
   int token_of(int r) const { return q_begin + (task.row_begin + r) / call.group; }
   int head_of(int r) const { return task.kv_head * call.group + (task.row_begin + r) % call.group; }
@@ -206,7 +222,7 @@ struct Attention {
       const std::int64_t offset = token * call.q_token_stride + head_of(r) * call.q_head_stride;
       float* q = scratch.q + r * kStrideQ;
       if constexpr (kPairs) {
-        __builtin_memcpy(q, static_cast<const std::uint16_t*>(call.q) + offset, d * 2);
+        read_row_bf16(call.q_dtype, call.q, offset, d, reinterpret_cast<std::uint16_t*>(q));
       } else {
         read_row(call.q_dtype, call.q, offset, d, q);
       }
@@ -252,7 +268,7 @@ struct Attention {
         multiply_keys(pieces[i], group, g);
       }
       const int padded = round_up(group.end, 16);
-      int first[kTileRows], last[kTileRows];
+      int first[kMaxTileRows], last[kMaxTileRows];
       for (int r = group.begin; r < group.begin + group.count; ++r) {
         if (transforms) {
           const int distance = kv_begin + block - call.row_pos[token_of(r)];
@@ -268,6 +284,7 @@ struct Attention {
       if (group.first >= group.end) continue;
       constexpr float kOnes[kTileRows] = {1, 1, 1, 1, 1, 1};
       const float* rescale = scratch.rescale + group.begin;
+      if constexpr (!Gemm<Product>::kRescales) rescale_rows(group);
       for (int i = 0; i < count; ++i) {
         if (outside(pieces[i], group)) continue;
         multiply_values(pieces[i], group, g, rescale);
@@ -309,7 +326,7 @@ struct Attention {
     const B* k = keys_at(piece);
     const Prefetch next = piece.next ? ahead(keys_at(*piece.next), piece.next->length * d) : ahead(k, 0);
     float* s = scratch.s + group.begin * kStrideS + piece.column;
-    kGemm<Product, kStrideQ>[group.count - 1](q, k, panel * kStep, d, n, s, kStrideS, nullptr, next.part(g, groups));
+    gemm.template multiply<kStrideQ>(group.count, q, k, panel * kStep, d, n, s, kStrideS, nullptr, next.part(g, groups));
     if constexpr (Product::kFactor != 0.0f) scale_columns(piece, group, n, call.k_scale);
   }
 
@@ -323,8 +340,17 @@ struct Attention {
       const B* v = values_at(piece, col);
       const Prefetch next = piece.next ? ahead(values_at(*piece.next, col), piece.next->length * panel) : ahead(v, 0);
       float* o = scratch.o + group.begin * kStrideO + col;
-      kGemm<Product, kStrideS>[group.count - 1](p, v, panel * kStep, length, panel, o, kStrideO, rescale,
-                                                next.part(g, groups));
+      gemm.template multiply<kStrideS>(group.count, p, v, panel * kStep, length, panel, o, kStrideO, rescale,
+                                       next.part(g, groups));
+    }
+  }
+
+  void rescale_rows(const RowGroup& group) {
+    for (int r = group.begin; r < group.begin + group.count; ++r) {
+      const float factor = scratch.rescale[r];
+      if (factor == 1.0f) continue;
+      float* o = scratch.o + r * kStrideO;
+      for (int i = 0; i < d; i += kWidth) V::store(o + i, V::load(o + i) * factor);
     }
   }
 
@@ -364,11 +390,18 @@ const AttentionTask* attend(const AttentionCall& call, const AttentionTask& task
     case DType::f8_e4m3:
       return attend_with<FloatProduct<TileF8>>(call, task, scratch, tasks);
     case DType::bf16:
-#if CHUNKSERVE_ISA_LEVEL >= 3
-      if (call.q_dtype == DType::bf16) return attend_with<Bf16Product>(call, task, scratch, tasks);
+#if CHUNKSERVE_ISA_LEVEL == 4
+      if (call.head_dim % kAmxRows == 0) return attend_with<AmxProduct>(call, task, scratch, tasks);
 #endif
+#if CHUNKSERVE_ISA_LEVEL >= 3
+      return attend_with<Bf16Product>(call, task, scratch, tasks);
+#else
       return attend_with<FloatProduct<TileBf16>>(call, task, scratch, tasks);
+#endif
+    case DType::i8:
+      break;  // of weights alone
   }
+  __builtin_unreachable();
 }
 
 void merge(const AttentionCall& call, std::int32_t row) {

@@ -4,6 +4,9 @@
 
 #include "attention_cpu.h"
 #include "simd.h"
+#if CHUNKSERVE_ISA_LEVEL == 4
+#include "amx_cpu.h"
+#endif
 
 namespace chunkserve::CHUNKSERVE_ISA {
 namespace {
@@ -40,6 +43,7 @@ template <class Tile>
 struct FloatProduct {
   using A = float;
   using B = typename Tile::Element;
+  static constexpr int kRows = kTileRows;
   static constexpr bool kPairs = false;
   static constexpr int kStep = Tile::kStep;
   // What a tile's values are short of, besides the scale of its chunk; 0 for none of both.
@@ -85,6 +89,7 @@ struct FloatProduct {
 struct Bf16Product {
   using A = std::int32_t;  // a pair
   using B = std::uint16_t;
+  static constexpr int kRows = kTileRows;
   static constexpr bool kPairs = true;
   static constexpr int kStep = 2;
   static constexpr float kFactor = 0.0f;
@@ -126,6 +131,89 @@ struct Bf16Product {
 };
 #endif
 
+#if CHUNKSERVE_ISA_LEVEL == 4
+// As Bf16Product, on AMX tiles, for head dims that are multiples of 16.
+struct AmxProduct {
+  using A = std::int32_t;
+  using B = std::uint16_t;
+  static constexpr int kRows = kAmxRows;
+  static constexpr bool kPairs = true;
+  static constexpr int kStep = 2;
+  static constexpr float kFactor = 0.0f;
+
+  // c[rows][n] (+)= a[rows][depth] b[depth][n]; ldb counts elements as elsewhere, n is a multiple of 16 up to 64, and
+  // a's rows are zero from `depth` up to a multiple of 32. What lies in b beyond `depth` is not looked at.
+  static void multiply(const A* a, int lda, const B* b, int ldb, int depth, int n, float* c, int ldc, bool adds,
+                       Prefetch next) {
+    const int pairs = (depth + 1) / 2, tiles = n / kAmxRows;
+    alignas(64) std::uint16_t rest[kAmxPairs * kPanel * 2];
+// Registers are named by literals. F(sum, right): up to four sums of 16 columns, the right operands by turns.
+#define CHUNKSERVE_EACH_TILE(F)  \
+  do {                           \
+    F(0, 6);                     \
+    if (tiles > 1) F(1, 7);      \
+    if (tiles > 2) F(2, 6);      \
+    if (tiles > 3) F(3, 7);      \
+  } while (0)
+#define CHUNKSERVE_LOAD(T, RIGHT) _tile_loadd(T, c + T * kAmxRows, ldc * 4)
+#define CHUNKSERVE_ZERO(T, RIGHT) _tile_zero(T)
+#define CHUNKSERVE_STORE(T, RIGHT) _tile_stored(T, c + T * kAmxRows, ldc * 4)
+#define CHUNKSERVE_MULTIPLY(T, RIGHT)                              \
+  do {                                                             \
+    line = prefetch(line, part.at + part.bytes * (T + 1) / tiles); \
+    _tile_loadd(RIGHT, right + T * kAmxRows * 2, stride);          \
+    _tile_dpbf16ps(T, 4, RIGHT);                                   \
+  } while (0)
+    if (adds) {
+      CHUNKSERVE_EACH_TILE(CHUNKSERVE_LOAD);
+    } else {
+      CHUNKSERVE_EACH_TILE(CHUNKSERVE_ZERO);
+    }
+    const int steps = (pairs + kAmxPairs - 1) / kAmxPairs;
+    for (int step = 0; step < steps; ++step) {
+      const int first = step * kAmxPairs;
+      const B* right = b + first * ldb;
+      if (pairs - first < kAmxPairs || (depth & 1 && step == steps - 1)) {
+        copy_pairs(right, ldb, depth - 2 * first, n, rest);
+        right = rest;
+      }
+      const Prefetch part = next.part(step, steps);
+      const char* line = part.at;
+      const int stride = right == rest ? n * 4 : ldb * 2;
+      _tile_loadd(4, a + first, lda * 4);
+      CHUNKSERVE_EACH_TILE(CHUNKSERVE_MULTIPLY);
+    }
+    CHUNKSERVE_EACH_TILE(CHUNKSERVE_STORE);
+#undef CHUNKSERVE_EACH_TILE
+#undef CHUNKSERVE_LOAD
+#undef CHUNKSERVE_ZERO
+#undef CHUNKSERVE_STORE
+#undef CHUNKSERVE_MULTIPLY
+  }
+
+ private:
+  static CHUNKSERVE_INLINE const char* prefetch(const char* line, const char* end) {
+    for (; line < end; line += 64) __builtin_prefetch(line, 0, 2);
+    return line;
+  }
+
+  // The last pairs of b, `depth` values of each of n columns, filled up with zeros.
+  static void copy_pairs(const B* b, int ldb, int depth, int n, std::uint16_t* out) {
+    for (int pair = 0; pair < kAmxPairs; ++pair) {
+      std::uint16_t* row = out + pair * n * 2;
+      if (2 * pair + 1 < depth) {
+        __builtin_memcpy(row, b + pair * ldb, static_cast<unsigned long>(n) * 4);
+        continue;
+      }
+      for (int i = 0; i < n; ++i) {
+        row[2 * i] = 2 * pair < depth ? b[pair * ldb + 2 * i] : std::uint16_t{0};
+        row[2 * i + 1] = 0;
+      }
+    }
+  }
+};
+#endif
+
 template <class Product, int R, int W, int NV, int LDA>
 CHUNKSERVE_INLINE void tile(const typename Product::A* a, const typename Product::B* b, int ldb, int depth, float* c,
                             int ldc, const float* rescale, Prefetch next) {
@@ -153,8 +241,8 @@ constexpr int tile_vectors(int rows) {
 }
 
 template <class Product, int LDA>
-using Gemm = void (*)(const typename Product::A* a, const typename Product::B* b, int ldb, int depth, int n, float* c,
-                      int ldc, const float* rescale, Prefetch next);
+using GemmRows = void (*)(const typename Product::A* a, const typename Product::B* b, int ldb, int depth, int n,
+                          float* c, int ldc, const float* rescale, Prefetch next);
 
 template <class Product, int LDA, int R>
 __attribute__((noinline)) void gemm_rows(const typename Product::A* a, const typename Product::B* b, int ldb,
@@ -186,10 +274,38 @@ __attribute__((noinline)) void gemm_rows(const typename Product::A* a, const typ
 }
 
 template <class Product, int LDA>
-constexpr Gemm<Product, LDA> kGemm[kTileRows] = {
+constexpr GemmRows<Product, LDA> kGemmRows[kTileRows] = {
     gemm_rows<Product, LDA, 1>, gemm_rows<Product, LDA, 2>, gemm_rows<Product, LDA, 3>,
     gemm_rows<Product, LDA, 4>, gemm_rows<Product, LDA, 5>, gemm_rows<Product, LDA, 6>,
 };
+
+// Products of up to Product::kRows rows, as above; a is [rows][LDA].
+template <class Product>
+struct Gemm {
+  // Whether a product multiplies the old c; else it is added to as it is, where `rescale` is not null.
+  static constexpr bool kRescales = true;
+
+  template <int LDA>
+  CHUNKSERVE_INLINE void multiply(int rows, const typename Product::A* a, const typename Product::B* b, int ldb,
+                                  int depth, int n, float* c, int ldc, const float* rescale, Prefetch next) {
+    kGemmRows<Product, LDA>[rows - 1](a, b, ldb, depth, n, c, ldc, rescale, next);
+  }
+};
+
+#if CHUNKSERVE_ISA_LEVEL == 4
+template <>
+struct Gemm<AmxProduct> {
+  static constexpr bool kRescales = false;
+  AmxTiles registers;
+
+  template <int LDA>
+  CHUNKSERVE_INLINE void multiply(int rows, const AmxProduct::A* a, const AmxProduct::B* b, int ldb, int depth, int n,
+                                  float* c, int ldc, const float* rescale, Prefetch next) {
+    registers.configure(rows, rows);
+    AmxProduct::multiply(a, LDA, b, ldb, depth, n, c, ldc, rescale != nullptr, next);
+  }
+};
+#endif
 
 }  // namespace
 }  // namespace chunkserve::CHUNKSERVE_ISA

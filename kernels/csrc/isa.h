@@ -11,7 +11,7 @@
 
 namespace chunkserve {
 
-// amx_bf16 differs from avx512_bf16 in linear_cpu_kernels.cpp only; other sources have no such level.
+// amx_bf16 is avx512_bf16 but for the products; sources without any have no such level.
 enum class Isa : int { portable = 0, avx2 = 1, avx512 = 2, avx512_bf16 = 3, amx_bf16 = 4 };
 inline constexpr int kNumIsas = 5;
 

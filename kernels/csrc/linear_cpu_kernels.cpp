@@ -2,6 +2,9 @@
 #include "linear_cpu_kernels.h"
 
 #include "linear_cpu_vec.h"
+#if CHUNKSERVE_ISA_LEVEL == 4
+#include "amx_cpu.h"
+#endif
 
 namespace chunkserve::CHUNKSERVE_ISA {
 namespace {
@@ -229,29 +232,8 @@ void multiply(const LinearJob& job, int num_tiles, long first, long last) {
 }
 
 #if CHUNKSERVE_ISA_LEVEL == 4
-// Tiles of AMX: 16 rows of 64 bytes. A panel's 16 pairs of K are one as they lie there, and so are 16 rows of 32 bf16 of
-// x. The hardware adds up even and odd products of such 32 apart, then both to the sum: bits depend on no other row.
-constexpr int kTileRows = 16;
-constexpr long kTilePairs = 16;
-constexpr long kTileBytes = 1024;
-
-// Which register is which: sums 0 to 3, x 4 and 5, weights 6 and 7.
-struct alignas(64) TileConfig {
-  std::uint8_t palette = 1;
-  std::uint8_t start_row = 0;
-  std::uint8_t reserved[14] = {};
-  std::uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-  std::uint8_t rows[16] = {};
-
-  // Sums of `rows` rows, 16 and the rest where there are more, the second ones in 2 and 3.
-  explicit TileConfig(int num_rows) {
-    const auto first = static_cast<std::uint8_t>(num_rows < kTileRows ? num_rows : kTileRows);
-    const auto second = static_cast<std::uint8_t>(num_rows > kTileRows ? num_rows - kTileRows : first);
-    rows[0] = rows[1] = rows[4] = first;
-    rows[2] = rows[3] = rows[5] = second;
-    rows[6] = rows[7] = kTileRows;
-  }
-};
+// A panel's 16 pairs of K are a tile as they lie there, and so are 16 rows of 32 values of x.
+constexpr long kTileBytes = kAmxPairs * 64;
 
 // sums [rows, Panels * 16] = x [rows, K] times panels. With Tall there are more than 16 rows, and at most two panels.
 template <bool Tall, int Panels>
@@ -264,9 +246,9 @@ void multiply_tiles(const Bf16* x, long x_block, const char* weight, long panel_
   _tile_zero(1);
   _tile_zero(2);
   _tile_zero(3);
-  for (long pair = 0; pair < num_pairs; pair += kTilePairs) {
+  for (long pair = 0; pair < num_pairs; pair += kAmxPairs) {
     const Bf16* at = x + pair / kPairsPerBlock * x_block + pair % kPairsPerBlock * 2;
-    const bool whole = pair + kTilePairs <= num_pairs;
+    const bool whole = pair + kAmxPairs <= num_pairs;
     const char* w = whole ? weight + pair * kLinearPanel * 4 : last_pairs;
     const long step = whole ? panel_bytes : kTileBytes;
     _tile_loadd(4, at, kRowBytes);
@@ -277,7 +259,7 @@ void multiply_tiles(const Bf16* x, long x_block, const char* weight, long panel_
       _tile_dpbf16ps(1, 4, 7);
     }
     if constexpr (Tall) {
-      _tile_loadd(5, at + kTileRows * kLinearBlockK, kRowBytes);
+      _tile_loadd(5, at + kAmxRows * kLinearBlockK, kRowBytes);
       _tile_dpbf16ps(2, 5, 6);
       if constexpr (Panels > 1) _tile_dpbf16ps(3, 5, 7);
     }
@@ -292,8 +274,8 @@ void multiply_tiles(const Bf16* x, long x_block, const char* weight, long panel_
   }
   _tile_stored(0, sums, stride * 4);
   if constexpr (Panels > 1) _tile_stored(1, sums + kLinearPanel, stride * 4);
-  if constexpr (Tall) _tile_stored(2, sums + kTileRows * stride, stride * 4);
-  if constexpr (Tall && Panels > 1) _tile_stored(3, sums + kTileRows * stride + kLinearPanel, stride * 4);
+  if constexpr (Tall) _tile_stored(2, sums + kAmxRows * stride, stride * 4);
+  if constexpr (Tall && Panels > 1) _tile_stored(3, sums + kAmxRows * stride + kLinearPanel, stride * 4);
   if constexpr (Panels > 2) _tile_stored(2, sums + 2 * kLinearPanel, stride * 4);
   if constexpr (Panels > 3) _tile_stored(3, sums + 3 * kLinearPanel, stride * 4);
 }
@@ -308,11 +290,11 @@ void multiply_bf16(const LinearJob& job, int num_tiles, long first, long last) {
   const long num_pairs = (job.k + 1) / 2, panel_bytes = num_pairs * kLinearPanel * 4;
   const long num_blocks = blocks_of(job.k);
   const long tallest = (job.num_rows + num_tiles - 1) / num_tiles;
-  const long rest_bytes = num_pairs % kTilePairs * kLinearPanel * 4;
+  const long rest_bytes = num_pairs % kAmxPairs * kLinearPanel * 4;
   const auto* x = static_cast<const Bf16*>(static_cast<const void*>(job.packed_x));
-  long configured = 0;
+  AmxTiles registers;
   for (long panel = first; panel < last;) {
-    const long most = tallest > kTileRows ? 2 : 4;
+    const long most = tallest > kAmxRows ? 2 : 4;
     const long panels = last - panel < most ? last - panel : most;
     const char* weight = static_cast<const char*>(job.weight) + panel * panel_bytes;
     const long stride = panels * kLinearPanel;
@@ -326,18 +308,14 @@ void multiply_bf16(const LinearJob& job, int num_tiles, long first, long last) {
     for (int tile = 0; tile < num_tiles; ++tile) {
       const long row = tile * job.num_rows / num_tiles;
       const long rows = (tile + 1) * job.num_rows / num_tiles - row;
-      if (rows != configured) {
-        const TileConfig config(static_cast<int>(rows));
-        _tile_loadconfig(&config);
-        configured = rows;
-      }
-      (rows > kTileRows ? kTall : kFlat)[panels](x + row * num_blocks * kLinearBlockK, rows * kLinearBlockK, weight,
+      const int upper = static_cast<int>(rows < kAmxRows ? rows : kAmxRows);
+      registers.configure(upper, rows > kAmxRows ? static_cast<int>(rows) - kAmxRows : upper);
+      (rows > kAmxRows ? kTall : kFlat)[panels](x + row * num_blocks * kLinearBlockK, rows * kLinearBlockK, weight,
                                                 panel_bytes, num_pairs, last_pairs, acc + row * stride, stride);
     }
     finish_any(job, acc, stride, panel * kLinearPanel);
     panel += panels;
   }
-  _tile_release();
 }
 #endif
 

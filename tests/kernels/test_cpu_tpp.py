@@ -342,7 +342,9 @@ def test_fp32_queries_over_a_bf16_pool():
     case = tree_case([(1, 3)], [5, 40], chunk_size=16)
     backend, kv, q = _filled(problem, case)
     want = oracle(q, kv, backend, paths=case.paths, kv_lens=case.kv_lens, q_lens=case.q_lens)
-    assert worst_error(attend(q, kv, case.plan()), want) <= TOLERANCE[torch.float32]
+    # Levels that multiply pairs of bfloat16 round queries and weights to it.
+    dtype = torch.bfloat16 if _cpu.isa() in ("avx512_bf16", "amx_bf16") else torch.float32
+    assert worst_error(attend(q, kv, case.plan()), want) <= TOLERANCE[dtype]
 
 
 def test_strided_queries():
