@@ -160,8 +160,8 @@ struct AmxProduct {
 #define CHUNKSERVE_STORE(T, RIGHT) _tile_stored(T, c + T * kAmxRows, ldc * 4)
 #define CHUNKSERVE_MULTIPLY(T, RIGHT)                              \
   do {                                                             \
-    line = prefetch(line, part.at + part.bytes * (T + 1) / tiles); \
     _tile_loadd(RIGHT, right + T * kAmxRows * 2, stride);          \
+    line = prefetch(line, part.at + part.bytes * (T + 1) / tiles); \
     _tile_dpbf16ps(T, 4, RIGHT);                                   \
   } while (0)
     if (adds) {
@@ -211,6 +211,67 @@ struct AmxProduct {
       }
     }
   }
+};
+
+// What AmxProduct computes, bit by bit, on vectors, which read a few rows' keys from memory faster than tiles do. With
+// denormals as zeros, as tiles have them (see DenormalsAreZero).
+struct AmxOrderProduct {
+  using A = std::int32_t;
+  using B = std::uint16_t;
+  static constexpr int kRows = kTileRows;
+  static constexpr bool kPairs = true;
+  static constexpr int kStep = 2;
+  static constexpr float kFactor = 0.0f;
+
+  template <int W, int R, int NV, int LDA>
+  static CHUNKSERVE_INLINE void multiply(const A* a, const B* b, int ldb, int depth, Prefetch next,
+                                         typename Simd<W>::F (&acc)[R][NV]) {
+    using F = typename Simd<W>::F;
+    const int pairs = depth / 2;
+    const int stride = (next.bytes + pairs) / max_int(pairs, 1);
+    for (int first = 0; first < depth; first += 2 * kAmxPairs) {
+      F even[R][NV] = {}, odd[R][NV] = {};
+      const int last = min_int(first / 2 + kAmxPairs, pairs);
+      for (int s = first / 2; s < last; ++s) {
+        prefetch_lines<prefetches<W, R, NV>()>(next.at + s * stride);
+        add<W, R, NV, LDA, 0>(a + s, b + s * ldb, even);
+        add<W, R, NV, LDA, 1>(a + s, b + s * ldb, odd);
+      }
+      // The other half of a last pair was never written and may be NaN.
+      if (2 * last < depth && last < first / 2 + kAmxPairs) add<W, R, NV, LDA, 0>(a + last, b + last * ldb, even);
+#pragma GCC unroll 6
+      for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+        for (int v = 0; v < NV; ++v) acc[r][v] += even[r][v] + odd[r][v];
+      }
+    }
+  }
+
+  template <int W, int R, int NV, int LDA, int Half>
+  static CHUNKSERVE_INLINE void add(const A* a, const B* b, typename Simd<W>::F (&sums)[R][NV]) {
+    using F = typename Simd<W>::F;
+    F bv[NV];
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; ++v) bv[v] = TileBf16::load<W>(b + v * W * kStep, Half);
+#pragma GCC unroll 6
+    for (int r = 0; r < R; ++r) {
+      const auto bits = static_cast<std::uint32_t>(a[r * LDA]);
+      const F av = Simd<W>::set(bits_to_float(Half == 0 ? bits << 16 : bits & 0xffff0000u));
+#pragma GCC unroll 4
+      for (int v = 0; v < NV; ++v) sums[r][v] += av * bv[v];
+    }
+  }
+};
+
+// For as long as it lives, in this thread.
+class DenormalsAreZero {
+ public:
+  DenormalsAreZero() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8040); }
+  DenormalsAreZero(const DenormalsAreZero&) = delete;
+  ~DenormalsAreZero() { _mm_setcsr(before_); }
+
+ private:
+  unsigned before_;
 };
 #endif
 
@@ -296,11 +357,17 @@ struct Gemm {
 template <>
 struct Gemm<AmxProduct> {
   static constexpr bool kRescales = false;
-  AmxTiles registers;
+  static constexpr int kFewRows = 3;
+  AmxTiles registers{};
+  DenormalsAreZero denormals{};
 
   template <int LDA>
   CHUNKSERVE_INLINE void multiply(int rows, const AmxProduct::A* a, const AmxProduct::B* b, int ldb, int depth, int n,
                                   float* c, int ldc, const float* rescale, Prefetch next) {
+    if (rows <= kFewRows) {
+      static constexpr float kOnes[kFewRows] = {1, 1, 1};
+      return kGemmRows<AmxOrderProduct, LDA>[rows - 1](a, b, ldb, depth, n, c, ldc, rescale ? kOnes : nullptr, next);
+    }
     registers.configure(rows, rows);
     AmxProduct::multiply(a, LDA, b, ldb, depth, n, c, ldc, rescale != nullptr, next);
   }
