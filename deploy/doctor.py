@@ -53,6 +53,8 @@ def rendered(report: dict[str, Any]) -> RenderableType:
 
 
 def _machine() -> dict[str, Any]:
+    from chunkserve.kernels import _cpu
+
     info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     flags = re.search(r"^(?:flags|Features)\s*:\s*(.*)$", info, re.MULTILINE)
     model = re.search(r"^model name\s*:\s*(.*)$", info, re.MULTILINE)
@@ -63,6 +65,7 @@ def _machine() -> dict[str, Any]:
         "cpu": model[1] if model else platform.processor() or "unknown",
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "cpu_features": [name for name in _CPU_FEATURES if flags and name in flags[1].split()],
+        "cpu_kernels": f"{_cpu.isa()} (of {', '.join(_cpu.supported_isas())})",
         "memory_gib": round(memory.total / 2**30, 1),
         "memory_free_gib": round(memory.available / 2**30, 1),
     }

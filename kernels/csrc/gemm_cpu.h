@@ -25,17 +25,24 @@ struct Prefetch {
   }
 };
 
-template <int N>
-CHUNKSERVE_INLINE void prefetch_lines(const char* p) {
-#pragma GCC unroll 4
-  for (int i = 0; i < N; ++i) __builtin_prefetch(p + i * 64, 0, 2);
-}
-
 // Lines to ask for per step: as many as are read where rows are few, one where they are many and share the asking.
 template <int W, int R, int NV>
 constexpr int prefetches() {
   constexpr int kRead = W * NV * 4 / 64;
   return kRead < 1 ? 1 : R <= 3 ? kRead : kRead > 2 ? 2 : 1;
+}
+
+// Into the second level of the cache; into the first where rows are many, the next block comes late, and AVX-512
+// multiplies faster than the second level delivers.
+template <int R>
+CHUNKSERVE_INLINE void prefetch_line(const char* p) {
+  __builtin_prefetch(p, 0, R > 3 && CHUNKSERVE_ISA_LEVEL >= 2 ? 3 : 2);
+}
+
+template <int W, int R, int NV>
+CHUNKSERVE_INLINE void prefetch_lines(const char* p) {
+#pragma GCC unroll 4
+  for (int i = 0; i < prefetches<W, R, NV>(); ++i) prefetch_line<R>(p + i * 64);
 }
 
 // Operands of a product: A as floats, B as `Tile` stores it.
@@ -58,7 +65,7 @@ struct FloatProduct {
     const int steps = depth / kStep;
     const int stride = (next.bytes + steps) / max_int(steps, 1);
     for (int s = 0; s < steps; ++s) {
-      prefetch_lines<prefetches<W, R, NV>()>(next.at + s * stride);
+      prefetch_lines<W, R, NV>(next.at + s * stride);
       step<W, R, NV, LDA, kStep>(a + s * kStep, b + s * ldb, acc);
     }
     // An odd number of tokens: the other half of the pair was never written and may be NaN.
@@ -100,7 +107,7 @@ struct Bf16Product {
     const int steps = depth / kStep;
     const int stride = (next.bytes + steps) / max_int(steps, 1);
     for (int s = 0; s < steps; ++s) {
-      prefetch_lines<prefetches<W, R, NV>()>(next.at + s * stride);
+      prefetch_lines<W, R, NV>(next.at + s * stride);
       step<W, R, NV, LDA>(a + s, b + s * ldb, -1, acc);
     }
     if (depth & 1) step<W, R, NV, LDA>(a + steps, b + steps * ldb, 0xffff, acc);
@@ -193,7 +200,7 @@ struct AmxProduct {
 
  private:
   static CHUNKSERVE_INLINE const char* prefetch(const char* line, const char* end) {
-    for (; line < end; line += 64) __builtin_prefetch(line, 0, 2);
+    for (; line < end; line += 64) prefetch_line<kRows>(line);
     return line;
   }
 
@@ -233,7 +240,7 @@ struct AmxOrderProduct {
       F even[R][NV] = {}, odd[R][NV] = {};
       const int last = min_int(first / 2 + kAmxPairs, pairs);
       for (int s = first / 2; s < last; ++s) {
-        prefetch_lines<prefetches<W, R, NV>()>(next.at + s * stride);
+        prefetch_lines<W, R, NV>(next.at + s * stride);
         add<W, R, NV, LDA, 0>(a + s, b + s * ldb, even);
         add<W, R, NV, LDA, 1>(a + s, b + s * ldb, odd);
       }

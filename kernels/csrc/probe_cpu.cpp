@@ -22,7 +22,7 @@ constexpr const ProbeKernels* kLevels[kNumIsas] = {
     &avx2::probe_kernels,
     &avx512::probe_kernels,
     &avx512_bf16::probe_kernels,
-    &avx512_bf16::probe_kernels,  // amx_bf16
+    &amx_bf16::probe_kernels,
 #endif
 };
 

@@ -187,6 +187,28 @@ def test_deterministic_mode_gives_the_same_bits_alone_and_in_a_batch(dtype: torc
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("d", "c", "length"), [(64, 64, 151), (80, 16, 67), (40, 48, 98), (256, 64, 64)])
+def test_bits_of_a_row_do_not_depend_on_how_many_are_computed_with_it(dtype: torch.dtype, d: int, c: int, length: int):
+    """Few rows are multiplied by other instructions than many."""
+    torch.manual_seed(length)
+    case = tree_case([], [length], [60], chunk_size=c)
+    _, kv, q = _filled(_problem(dtype, heads=(1, 1), d=d, c=c), case)
+    q *= torch.logspace(-42, 1, 60)[:, None, None].to(dtype)  # denormals too
+    whole = attend(q, kv, case.plan())
+    for count in (1, 2, 3, 7, 8, 23, 24, 25):
+        for end in (count, 31, 60):
+            rows = slice(max(end - count, 0), end)
+            plan = build_plan(
+                paths=case.paths,
+                kv_lens=[length - 60 + end],
+                q_lens=[rows.stop - rows.start],
+                kv_present=[0],
+                chunk_size=c,
+            )
+            assert torch.equal(attend(q[rows], kv, plan), whole[rows]), f"rows {rows}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_growing_plan_decodes_like_fresh_ones(dtype: torch.dtype):
     problem = _problem(dtype)
     case = tree_case([(1, 2)], [9, 3], chunk_size=16)
