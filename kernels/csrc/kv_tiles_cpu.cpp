@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <cstring>
 #include <type_traits>
 
 #include "attention_cpu.h"
@@ -25,6 +26,14 @@ struct TileLayout {
     for (int i = 0; i < d; i += step, at += std::int64_t{panel} * step) {
       for (int j = 0; j < step; ++j) f(at + j, i + j);
     }
+  }
+
+  // Lays a token's values [d] into the K tile.
+  template <class T>
+  void put_k(int token, const T* row, T* tile) const {
+    const int in_panel = token % kPanel, panel_begin = token - in_panel, panel = std::min(kPanel, c - panel_begin);
+    T* at = tile + std::int64_t{panel_begin} * d + std::int64_t{in_panel} * step;
+    for (int i = 0; i < d; i += step, at += std::int64_t{panel} * step) std::memcpy(at, row + i, step * sizeof(T));
   }
 
   // Calls f(index in the V tile, dim) for the values of a token.
@@ -106,20 +115,21 @@ struct NewRows : HeadRows {
   }
 };
 
-// Calls f(row, head) for the rows that are written, on all threads where there are enough to wake them for.
-template <class F>
-void each_written_row(const PlanView& plan, int num_kv_heads, F f) {
-  constexpr int kRowsPerTask = 32;
-  const int heads_per_task = std::max(1, std::min(num_kv_heads, kRowsPerTask / std::max(1, plan.num_rows)));
-  const int head_blocks = (num_kv_heads + heads_per_task - 1) / heads_per_task;
-  const int row_blocks = (plan.num_rows + kRowsPerTask - 1) / kRowsPerTask;
-  parallel_for(row_blocks * head_blocks, [&](int task, int) {
-    const int first = task / head_blocks * kRowsPerTask, first_head = task % head_blocks * heads_per_task;
-    const int end = std::min(first + kRowsPerTask, plan.num_rows);
-    const int end_head = std::min(first_head + heads_per_task, num_kv_heads);
-    for (int row = first; row < end; ++row) {
-      if (plan.write_slot[row] < 0) continue;
-      for (int head = first_head; head < end_head; ++head) f(row, head);
+// Calls write(row, head) for the rows that are written, on all threads where there are enough to wake them for, and
+// before it ask(row, head) for one that is to be written a little later.
+template <class Ask, class Write>
+void each_written_row(const PlanView& plan, int num_kv_heads, Ask ask, Write write) {
+  constexpr int kPerTask = 32, kAhead = 2;
+  const int count = plan.num_rows * num_kv_heads;
+  parallel_for((count + kPerTask - 1) / kPerTask, [&](int task, int) {
+    const int first = task * kPerTask, end = std::min(first + kPerTask, count);
+    const auto at = [&](int index, auto f) {
+      if (index < end && plan.write_slot[index / num_kv_heads] >= 0) f(index / num_kv_heads, index % num_kv_heads);
+    };
+    for (int index = first; index < first + kAhead; ++index) at(index, ask);
+    for (int index = first; index < end; ++index) {
+      at(index + kAhead, ask);
+      at(index, write);
     }
   });
 }
@@ -145,16 +155,23 @@ void append(const KVTiles& tiles, const HeadRows& k, const HeadRows& v, const Pl
   const NewRows new_k{k, tiles.k_scale}, new_v{v, tiles.v_scale};
   const int num_kv_heads = tiles.num_kv_heads, head_dim = tiles.head_dim;
   with_layout(tiles.dtype, plan.chunk_size, head_dim, [&]<class T>(T, TileLayout layout) {
-    each_written_row(plan, num_kv_heads, [&](int row, int head) {
-      const std::int64_t tile = (std::int64_t{plan.write_slot[row]} * num_kv_heads + head) * layout.size();
+    const auto tile_of = [&](void* base, int row, int head) {
+      return static_cast<T*>(base) + (std::int64_t{plan.write_slot[row]} * num_kv_heads + head) * layout.size();
+    };
+    // A token's keys lie in as many cache lines as there are pairs of values, and none is here yet.
+    const auto ask = [&](int row, int head) {
+      const T* const k_tile = tile_of(tiles.k, row, head);
+      layout.each_k(plan.write_offset[row], [&](std::int64_t at, int) { __builtin_prefetch(k_tile + at, 1); });
+    };
+    each_written_row(plan, num_kv_heads, ask, [&](int row, int head) {
       const std::int32_t offset = plan.write_offset[row];
-      T* const k_tile = static_cast<T*>(tiles.k) + tile;
-      T* const v_tile = static_cast<T*>(tiles.v) + tile;
-      // A token's keys lie in as many cache lines as there are pairs of values, and none is here yet.
-      layout.each_k(offset, [&](std::int64_t at, int) { __builtin_prefetch(k_tile + at, 1); });
+      T* const k_tile = tile_of(tiles.k, row, head);
+      T* const v_tile = tile_of(tiles.v, row, head);
       const auto write = [&](auto convert_k, auto convert_v) {
+        T k_row[kMaxHeadDim];
+        for (int i = 0; i < head_dim; ++i) k_row[i] = convert_k(i);
+        layout.put_k(offset, k_row, k_tile);
         layout.each_v(offset, [&](std::int64_t at, int dim) { v_tile[at] = convert_v(dim); });
-        layout.each_k(offset, [&](std::int64_t at, int dim) { k_tile[at] = convert_k(dim); });
       };
       if constexpr (std::is_same_v<T, std::uint8_t>) {
         const float k_factor = 1.0f / new_k.scale_of(plan, row, head, num_kv_heads, head_dim);
