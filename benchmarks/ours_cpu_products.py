@@ -132,7 +132,10 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="6 layers, a second each")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
     parser.add_argument("--threads", type=int, default=0, help="threads of every system; 0 means all CPUs")
+    parser.add_argument("--isa", choices=_cpu.supported_isas(), help="another level than the best of this CPU")
     args = parser.parse_args()
+    if args.isa:
+        _cpu.set_isa(args.isa)
     torch.set_num_threads(set_num_threads(args.threads))
     rows: list[dict[str, Any]] = []
     print(f"isa={_cpu.isa()} threads={_cpu.num_threads()}")
