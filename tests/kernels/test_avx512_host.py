@@ -1,4 +1,4 @@
-"""The AVX-512 and AMX levels on a CPU without them: their sources as AVX2 code (avx512_host_shim.h), under the CPU tests."""
+"""The AVX-512 and AMX levels on a CPU without them, built as AVX2 code (avx512_host_shim.h), under the CPU tests."""
 
 import os
 import re
