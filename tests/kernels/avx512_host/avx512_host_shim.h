@@ -104,7 +104,7 @@ struct Tile {
   int rows, row_bytes;
   unsigned char at[16][64];
 };
-static thread_local Tile tiles[8];
+inline thread_local Tile tiles[8];
 
 inline void tile_loadconfig(const void* config) {
   const auto* bytes = static_cast<const unsigned char*>(config);
