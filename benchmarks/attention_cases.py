@@ -27,6 +27,7 @@ from rich.table import Table
 from torch import Tensor
 
 from chunkserve.kernels import _cpu
+from chunkserve.kernels.cpu_ops import rounds_to_bfloat16
 from chunkserve.kernels.cpu_tpp import MIN_SAVED_TOKENS
 from chunkserve.kernels.dispatch import AttentionProblem, select_backend
 from chunkserve.kernels.plan import AttentionPlan, Int32Array, PlanOptions, build_plan
@@ -79,6 +80,12 @@ class Setting:
             head_dim=self.shape.head_dim,
             chunk_size=self.chunk_size,
         )
+
+    @property
+    def tolerance(self) -> float:
+        """Largest error of our kernel at the instruction set in force."""
+        rounds = self.problem.kv_dtype == torch.bfloat16 and rounds_to_bfloat16()
+        return TOLERANCE[torch.bfloat16 if rounds else self.dtype]
 
     @property
     def columns(self) -> dict[str, Any]:
@@ -210,7 +217,7 @@ class Pool:
     def check(self, batch: Batch) -> None:
         """Raises RuntimeError when one of four sequences differs from the oracle: a wrong kernel is not timed."""
         out = self.attend(batch.plan(self.setting))
-        limit = TOLERANCE[self.setting.dtype]
+        limit = self.setting.tolerance
         for i in sorted(set(np.linspace(0, len(batch.paths) - 1, 4).astype(int).tolist())):
             want = oracle(
                 self.q[i : i + 1],

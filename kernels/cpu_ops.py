@@ -16,12 +16,20 @@ def set_num_threads(num_threads: int) -> int:
     return _cpu.set_num_threads(num_threads)
 
 
+def rounds_to_bfloat16() -> bool:
+    """Whether kernels at the instruction set in force multiply pairs of bfloat16.
+
+    What meets bfloat16 weights, K or V in a product (activations, queries, attention's weights) is rounded to it then.
+    """
+    return _cpu.isa() in ("avx512_bf16", "amx_bf16")
+
+
 class PackedLinear:
     """y = x W^T + b with W [N, K] laid out for the kernels: in its dtype, float32 or bfloat16, or rounded to int8.
 
     Invariant: `weight` is the packed W, [N / 16 rounded up, (K rounded up to even) * 16]; for int8 the scale of each
-    output, [N] float32; and the bias, [N] float32. Where W is bfloat16 and the CPU multiplies pairs of bfloat16
-    (avx512_bf16, amx_bf16), x is rounded to it; in all other cases W is widened and x is not rounded.
+    output, [N] float32; and the bias, [N] float32. Where W is bfloat16, x is rounded to it if `rounds_to_bfloat16()`;
+    in all other cases W is widened and x is not rounded.
     """
 
     __slots__ = ("in_features", "out_features", "weight")

@@ -58,6 +58,8 @@ class ScriptedReplica:
 
     words: int = 5
     pause_s: float = 0.0
+    # No token comes before it is set.
+    held: asyncio.Event | None = None
     fail_with: Exception | None = None
     fail_at: int = 0
     hang_at: int | None = None
@@ -91,6 +93,8 @@ class ScriptedReplica:
                     raise self.fail_with
                 if at == self.hang_at:
                     await asyncio.Event().wait()
+                if self.held is not None:
+                    await self.held.wait()
                 await asyncio.sleep(self.pause_s)
                 yield [self._event(request, choice, at, total) for choice in range(request.n)]
                 if self.cut_short:

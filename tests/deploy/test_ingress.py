@@ -407,7 +407,7 @@ async def test_prompts_and_answers_are_not_logged(http, caplog) -> None:
 
 async def test_a_tenant_that_floods_does_not_keep_others_waiting(replica, tokenizer_like) -> None:
     config = ServeConfig(served_model_name="toy", max_running_sequences=1)
-    replica.pause_s = 0.01
+    replica.pause_s, replica.held = 0.01, asyncio.Event()
     transport = httpx.ASGITransport(build_http_app(config, tokenizer_like, replica))
     async with httpx.AsyncClient(transport=transport, base_url="http://toy") as client:
 
@@ -415,10 +415,10 @@ async def test_a_tenant_that_floods_does_not_keep_others_waiting(replica, tokeni
             return (await client.post("/v1/chat/completions", json=HI | {"cache_salt": tenant})).status_code
 
         flood = [asyncio.create_task(ask("flood")) for _ in range(12)]
-        while len(replica.requests) < 2:
+        while 'chunkserve_queued_requests{model="toy"} 10.0' not in (await client.get("/metrics")).text:
             await asyncio.sleep(0.001)
-        metrics = (await client.get("/metrics")).text
-        assert 'chunkserve_queued_requests{model="toy"} 10.0' in metrics
+        assert len(replica.requests) == 2
+        replica.held.set()
         assert await ask("other") == 200
         assert {await task for task in flood} == {200}
     # One runs and one is at hand; the other tenant's comes with the next turns.

@@ -7,13 +7,11 @@ import torch
 from torch import Tensor
 
 from chunkserve.kernels import _cpu
-from chunkserve.kernels.cpu_ops import PackedLinear, rms_norm, rope_qkv, set_num_threads, silu_mul
+from chunkserve.kernels.cpu_ops import PackedLinear, rms_norm, rope_qkv, rounds_to_bfloat16, set_num_threads, silu_mul
 
 from .int8_weights import int8_values
 
 DTYPES = (torch.float32, torch.bfloat16)
-# Levels that multiply pairs of bfloat16.
-ROUNDS_X = ("avx512_bf16", "amx_bf16")
 # What one rounding to the output costs, and the sums in float32 before it.
 TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 2**-8}
 
@@ -57,7 +55,7 @@ def test_linear_is_right_and_ignores_the_batch(
     if weight_dtype == torch.int8:
         weight = int8_values(weight)
     whole = linear(x, poison(rows, n, dtype=torch.float32))
-    if isa in ROUNDS_X and weight_dtype == torch.bfloat16:
+    if rounds_to_bfloat16() and weight_dtype == torch.bfloat16:
         x = x.bfloat16()
     terms = x.double().abs() @ weight.double().abs().T + bias.double().abs()
     expected = x.double() @ weight.double().T + bias.double()

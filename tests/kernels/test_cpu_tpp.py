@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from chunkserve.kernels import _cpu
+from chunkserve.kernels.cpu_ops import rounds_to_bfloat16
 from chunkserve.kernels.dispatch import (
     FP8,
     AttentionProblem,
@@ -364,8 +365,7 @@ def test_fp32_queries_over_a_bf16_pool():
     case = tree_case([(1, 3)], [5, 40], chunk_size=16)
     backend, kv, q = _filled(problem, case)
     want = oracle(q, kv, backend, paths=case.paths, kv_lens=case.kv_lens, q_lens=case.q_lens)
-    # Levels that multiply pairs of bfloat16 round queries and weights to it.
-    dtype = torch.bfloat16 if _cpu.isa() in ("avx512_bf16", "amx_bf16") else torch.float32
+    dtype = torch.bfloat16 if rounds_to_bfloat16() else torch.float32
     assert worst_error(attend(q, kv, case.plan()), want) <= TOLERANCE[dtype]
 
 
