@@ -5,6 +5,7 @@ from typer.testing import CliRunner
 
 from chunkserve.deploy import cli
 from chunkserve.deploy.config import DEFAULT_FILE
+from chunkserve.kernels import _cpu
 
 QUICK = ["--num-requests", "4", "--shared-tokens", "60", "--own-tokens", "12", "--new-tokens", "3"]
 
@@ -72,6 +73,7 @@ def test_serve_passes_options_on(monkeypatch) -> None:
 def test_doctor() -> None:
     report = json.loads(run("doctor", "--json").stdout)
     assert report["machine"]["cores"] >= 1
+    assert report["machine"]["cpu_kernels"].split()[0] in _cpu.supported_isas()
     assert report["versions"]["ray"]
     reference = [row for row in report["attention_backends"] if row["backend"] == "reference"]
     assert reference
