@@ -2,7 +2,7 @@
 oneDNN.
 
 One step is every product of SmolLM2-135M: 30 layers and the LM head. The floor of a step is the time to read the
-weights once at this machine's bandwidth, or to multiply at its peak, whichever is longer. Floor and systems are
+weights, as the system keeps them, once at this machine's bandwidth, or to multiply at its peak, whichever is longer. Floor and systems are
 measured by turns, so that a busy machine slows them alike. The best of each counts; `spread` is median over best.
 """
 
@@ -32,6 +32,7 @@ Product = Callable[[Tensor], Tensor]
 class System:
     name: str
     products: list[Product]
+    weight_bytes: int
     seconds: list[float] = field(default_factory=list)
 
     def step(self, inputs: list[Tensor]) -> None:
@@ -53,13 +54,15 @@ def onednn_packed(weight: Tensor, batch: int) -> Product:
 
 
 def build_systems(weights: list[Tensor], batch: int) -> list[System]:
+    num_weights = sum(w.numel() for w in weights)
+    num_bytes = sum(w.nbytes for w in weights)
     systems = [
-        System("ours", [PackedLinear.pack(w) for w in weights]),
-        System("ours_int8", [PackedLinear.pack(w, dtype=torch.int8) for w in weights]),
-        System("torch", [lambda x, w=w: F.linear(x, w) for w in weights]),  # type: ignore[misc]
+        System("ours", [PackedLinear.pack(w) for w in weights], num_bytes),
+        System("ours_int8", [PackedLinear.pack(w, dtype=torch.int8) for w in weights], num_weights),
+        System("torch", [lambda x, w=w: F.linear(x, w) for w in weights], num_bytes),  # type: ignore[misc]
     ]
     try:
-        systems.append(System("onednn_packed", [onednn_packed(w, batch) for w in weights]))
+        systems.append(System("onednn_packed", [onednn_packed(w, batch) for w in weights], num_bytes))
     except (AttributeError, RuntimeError) as error:
         print(f"onednn_packed left out: {str(error).splitlines()[0][:80]}")
     return systems
@@ -98,11 +101,11 @@ def measure(dtype: torch.dtype, batch: int, num_layers: int, budget_s: float) ->
         peak.append(_cpu.probe_multiply_gflop_per_s(dtype == torch.bfloat16))
         for system in systems:
             system.step(inputs)
-    weight_gb = sum(w.nbytes for w in weights) * 1e-9
     gflop = 2 * batch * sum(w.numel() for w in weights) * 1e-9
-    floor_s = max(weight_gb / max(bandwidth), gflop / max(peak))
     rows = []
     for system in systems:
+        weight_gb = system.weight_bytes * 1e-9
+        floor_s = max(weight_gb / max(bandwidth), gflop / max(peak))
         best = min(system.seconds)
         rows.append(
             {

@@ -23,7 +23,10 @@ _KV_DTYPES = {**_DTYPES, FP8: "float8_e4m3fn"}
 
 
 class CpuBackend:
-    """Native kernels; the instruction set and the number of threads are those of `_cpu`."""
+    """Native kernels; the instruction set and the number of threads are those of `_cpu`.
+
+    Over K and V in bfloat16, queries and attention's weights are rounded to it if `cpu_ops.rounds_to_bfloat16()`.
+    """
 
     name = "cpu"
     priority = 30

@@ -169,6 +169,7 @@ struct Attention {
   using B = typename Product::B;
   static constexpr int kStep = Product::kStep;
   static constexpr bool kPairs = Product::kPairs;
+  static_assert(Product::kRows <= kMaxTileRows && kBlockRows % Product::kRows == 0);
 
   const AttentionCall& call;
   const AttentionTask& task;

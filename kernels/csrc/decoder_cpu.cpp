@@ -51,9 +51,8 @@ class DecoderLayers {
   // The caller keeps all tensors alive.
   void add(const WeightArg& qkv, const std::optional<TensorArg>& q_norm, const std::optional<TensorArg>& k_norm,
            const WeightArg& output, const TensorArg& mlp_norm, const WeightArg& gate_up, const WeightArg& down,
-           const TensorArg& next_norm, const std::string& kv_dtype,
-           std::int64_t num_slots, std::uintptr_t k, std::uintptr_t v, std::uintptr_t k_scale, std::uintptr_t v_scale,
-           float scale, int window, float softcap) {
+           const TensorArg& next_norm, const std::string& kv_dtype, std::int64_t num_slots, std::uintptr_t k,
+           std::uintptr_t v, std::uintptr_t k_scale, std::uintptr_t v_scale, float scale, int window, float softcap) {
     const Sizes& s = sizes_;
     layers_.push_back({
         .qkv = packed_weight(qkv, s.qkv(), s.hidden),

@@ -32,8 +32,8 @@ constexpr int prefetches() {
   return kRead < 1 ? 1 : R <= 3 ? kRead : kRead > 2 ? 2 : 1;
 }
 
-// Into the second level of the cache. Where AVX-512 multiplies many rows, into the first: 1.15x as fast in fp32 (Granite
-// Rapids); few rows lose by it.
+// Into the second level of the cache. Where AVX-512 multiplies many rows, into the first, which is faster there; few rows
+// lose by it (kernels/README.md).
 template <int R>
 CHUNKSERVE_INLINE void prefetch_line(const char* p) {
   __builtin_prefetch(p, 0, R > 3 && CHUNKSERVE_ISA_LEVEL >= 2 ? 3 : 2);
@@ -93,14 +93,16 @@ struct FloatProduct {
 
 #if CHUNKSERVE_ISA_LEVEL >= 3
 // Both operands as pairs of bf16, products and sums in fp32.
-struct Bf16Product {
+struct PairProduct {
   using A = std::int32_t;  // a pair
   using B = std::uint16_t;
   static constexpr int kRows = kTileRows;
   static constexpr bool kPairs = true;
   static constexpr int kStep = 2;
   static constexpr float kFactor = 0.0f;
+};
 
+struct Bf16Product : PairProduct {
   template <int W, int R, int NV, int LDA>
   static CHUNKSERVE_INLINE void multiply(const A* a, const B* b, int ldb, int depth, Prefetch next,
                                          typename Simd<W>::F (&acc)[R][NV]) {
@@ -139,14 +141,9 @@ struct Bf16Product {
 #endif
 
 #if CHUNKSERVE_ISA_LEVEL == 4
-// As Bf16Product, on AMX tiles, for head dims that are multiples of 16.
-struct AmxProduct {
-  using A = std::int32_t;
-  using B = std::uint16_t;
+// On AMX tiles, for head dims that are multiples of 16.
+struct AmxProduct : PairProduct {
   static constexpr int kRows = kAmxRows;
-  static constexpr bool kPairs = true;
-  static constexpr int kStep = 2;
-  static constexpr float kFactor = 0.0f;
 
   // c[rows][n] (+)= a[rows][depth] b[depth][n]; ldb counts elements as elsewhere, n is a multiple of 16 up to 64, and
   // a's rows are zero from `depth` up to a multiple of 32. What lies in b beyond `depth` is not looked at.
@@ -222,14 +219,7 @@ struct AmxProduct {
 
 // What AmxProduct computes, bit by bit, on vectors, which read a few rows' keys from memory faster than tiles do. With
 // denormals as zeros, as tiles have them (see DenormalsAreZero).
-struct AmxOrderProduct {
-  using A = std::int32_t;
-  using B = std::uint16_t;
-  static constexpr int kRows = kTileRows;
-  static constexpr bool kPairs = true;
-  static constexpr int kStep = 2;
-  static constexpr float kFactor = 0.0f;
-
+struct AmxOrderProduct : PairProduct {
   template <int W, int R, int NV, int LDA>
   static CHUNKSERVE_INLINE void multiply(const A* a, const B* b, int ldb, int depth, Prefetch next,
                                          typename Simd<W>::F (&acc)[R][NV]) {

@@ -149,9 +149,7 @@ constexpr long kTasksPerThread = 8;
 constexpr long kMaxTaskPanels = 16;
 
 void linear_rows(LinearJob job, const LinearKernels& kernels) {
-  const int tile_rows = job.weight_dtype == DType::f32  ? kernels.max_tile_rows_f32
-                        : job.weight_dtype == DType::i8 ? kernels.max_tile_rows_i8
-                                                        : kernels.max_tile_rows_bf16;
+  const int tile_rows = job.weight_dtype == DType::bf16 ? kernels.max_tile_rows_bf16 : kernels.max_tile_rows_f32;
   const int num_tiles = static_cast<int>((job.num_rows + tile_rows - 1) / tile_rows);
   if (job.num_rows * job.k < kParallelPackElements) {
     for (int tile = 0; tile < num_tiles; ++tile) kernels.pack_tile(job, tile, num_tiles);

@@ -18,63 +18,60 @@ constexpr long blocks_of(long k) { return k > 0 ? (k + kLinearBlockK - 1) / kLin
 // be enough of them to hide the latency of a multiply-add (8 on current x86): few rows take two panels at once.
 #if CHUNKSERVE_ISA_LEVEL >= 2
 constexpr int kMaxRowsF32 = 12;
-constexpr int kMaxRowsBf16 = CHUNKSERVE_ISA_LEVEL == 4 ? 32 : 12;
-constexpr int kMaxRowsI8 = 12;
+#if CHUNKSERVE_ISA_LEVEL == 4
+constexpr int kMaxRowsBf16 = 2 * kAmxRows;
+#else
+constexpr int kMaxRowsBf16 = 12;
+#endif
 constexpr int kMaxRowsWide = 12;
 #elif CHUNKSERVE_ISA_LEVEL == 1
 constexpr int kMaxRowsF32 = 6;
 constexpr int kMaxRowsBf16 = 5;
-constexpr int kMaxRowsI8 = 6;
 constexpr int kMaxRowsWide = 2;
 #else
 constexpr int kMaxRowsF32 = 2;
 constexpr int kMaxRowsBf16 = 2;
-constexpr int kMaxRowsI8 = 2;
 constexpr int kMaxRowsWide = 0;
 #endif
 
 // How one pair of neighbours in K is multiplied: kSteps operands per column vector, each from weight word and x.
-struct F32 {
+//
+// In fp32, one neighbour after the other.
+struct ByFloats {
   using X = float;
-  static constexpr int kMaxRows = kMaxRowsF32;
   static constexpr int kSteps = 2;
+  static CHUNKSERVE_INLINE Vec x(const float* row, long pair, int step) { return Level::set(row[2 * pair + step]); }
+  static CHUNKSERVE_INLINE void multiply_add(Vec x, Vec w, Vec& acc) { fma_into(acc, x, w); }
+};
+
+struct F32 : ByFloats {
+  static constexpr int kMaxRows = kMaxRowsF32;
   static constexpr int kPairBytes = kLinearPanel * 8;
   static constexpr bool kReload = false;
   static CHUNKSERVE_INLINE Vec weight(const char* pair, int vector, int step) {
     return Level::load(reinterpret_cast<const float*>(pair) + step * kLinearPanel + vector * kWidth);
   }
-  static CHUNKSERVE_INLINE Vec x(const float* row, long pair, int step) { return Level::set(row[2 * pair + step]); }
-  static CHUNKSERVE_INLINE void multiply_add(Vec x, Vec w, Vec& acc) { fma_into(acc, x, w); }
 };
 
 #if CHUNKSERVE_ISA_LEVEL < 3
-struct Bf16Widened {
-  using X = float;
+struct Bf16Widened : ByFloats {
   static constexpr int kMaxRows = kMaxRowsBf16;
-  static constexpr int kSteps = 2;
   static constexpr int kPairBytes = kLinearPanel * 4;
   static constexpr bool kReload = true;
   static CHUNKSERVE_INLINE Vec weight(const char* pair, int vector, int step) {
     const VecU32 word = (VecU32)Level::load_bits(pair + vector * kWidth * 4);
     return (Vec)(step == 0 ? word << 16 : word & 0xffff0000u);
   }
-  static CHUNKSERVE_INLINE Vec x(const float* row, long pair, int step) { return Level::set(row[2 * pair + step]); }
-  static CHUNKSERVE_INLINE void multiply_add(Vec x, Vec w, Vec& acc) { fma_into(acc, x, w); }
 };
-
 #endif
 
-struct Int8Widened {
-  using X = float;
-  static constexpr int kMaxRows = kMaxRowsI8;
-  static constexpr int kSteps = 2;
+struct Int8Widened : ByFloats {
+  static constexpr int kMaxRows = kMaxRowsF32;
   static constexpr int kPairBytes = kLinearPanel * 2;
   static constexpr bool kReload = false;
   static CHUNKSERVE_INLINE Vec weight(const char* pair, int vector, int step) {
     return load_i8(pair + step * kLinearPanel + vector * kWidth);
   }
-  static CHUNKSERVE_INLINE Vec x(const float* row, long pair, int step) { return Level::set(row[2 * pair + step]); }
-  static CHUNKSERVE_INLINE void multiply_add(Vec x, Vec w, Vec& acc) { fma_into(acc, x, w); }
 };
 
 #if CHUNKSERVE_ISA_LEVEL == 3
@@ -365,6 +362,6 @@ void multiply_any(const LinearJob& job, int num_tiles, long first, long last) {
 
 }  // namespace
 
-const LinearKernels linear_kernels{kMaxRowsF32, kMaxRowsBf16, kMaxRowsI8, &pack_tile, &multiply_any};
+const LinearKernels linear_kernels{kMaxRowsF32, kMaxRowsBf16, &pack_tile, &multiply_any};
 
 }  // namespace chunkserve::CHUNKSERVE_ISA

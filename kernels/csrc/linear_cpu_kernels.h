@@ -35,10 +35,8 @@ struct LinearJob {
 };
 
 struct LinearKernels {
-  // By the dtype of the weights.
-  int max_tile_rows_f32;
+  int max_tile_rows_f32;  // where weights are fp32 or int8
   int max_tile_rows_bf16;
-  int max_tile_rows_i8;
   // Fills packed_x for tile `tile` of `num_tiles`.
   void (*pack_tile)(const LinearJob& job, int tile, int num_tiles);
   // Computes all rows of the columns of panels [first, last).
