@@ -2,8 +2,9 @@
 oneDNN.
 
 One step is every product of SmolLM2-135M: 30 layers and the LM head. The floor of a step is the time to read the
-weights, as the system keeps them, once at this machine's bandwidth, or to multiply at its peak, whichever is longer. Floor and systems are
-measured by turns, so that a busy machine slows them alike. The best of each counts; `spread` is median over best.
+weights, as the system keeps them, once at this machine's bandwidth, or to multiply at its peak, whichever is longer.
+Floor and systems are measured by turns, so that a busy machine slows them alike. The best of each counts; `spread` is
+median over best.
 """
 
 import argparse
